@@ -43,7 +43,7 @@ TEST_CASE("too few descriptors for the peers") {
       ncclComm_t comm = nullptr;
       CHECK_EQ(int(ncclCommInitRank(&comm, kRanks, id, r)), int(ncclSystemError));
       std::string text = ncclGetLastError(nullptr);
-      SAYS(text, "needs 24 file descriptors for its peers");
+      SAYS(text, "needs 25 file descriptors for its peers");
       SAYS(text, "RLIMIT_NOFILE");
     }));
   gate.open(kRanks);

@@ -458,12 +458,13 @@ class Rank:
 # --- a process ----------------------------------------------------------------------------------------------
 
 
-def leavings(before: tuple[Counter[str], Counter[str]]) -> list[str]:
+def leavings(before: tuple[Counter[str], Counter[str]], stopped: int) -> list[str]:
     """Return what has come since and does not go by itself."""
     # What a process has once, from its first communicator to its end.
     allowed = Counter({"python": sum(thread.name == "pynccl-exit" for thread in threading.enumerate())})
     allowed["pynccl-service"] = 1
-    service = Counter({"anon_inode": 3, "socket": 2})
+    # A line to a stopped process closes when that process continues or ends.
+    service = Counter({"anon_inode": 3, "socket": 2 + stopped})
     deadline = time.monotonic() + SETTLING
     # Tracebacks hold the arrays of the calls that raised.
     gc.collect()
@@ -516,7 +517,7 @@ def be_rank(job: dict[str, Any], rank: int) -> None:
         "text": text,
         "at": one.at,
         "starved": one.starved,
-        "left": leavings(before),
+        "left": leavings(before, len(s.victims) if s.fault == "stopped" else 0),
     }
     (folder / f"result{rank}").write_text(json.dumps(answer))
 

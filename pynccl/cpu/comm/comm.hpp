@@ -142,6 +142,7 @@ struct Comm final : Sink, Session::Owner, std::enable_shared_from_this<Comm> {
   void frame(int from, const CtlHeader& header, const Blob& body) override;
   void closed(int from) override;
   void data_ready() override { ring(); }
+  void news() override { session.has_news(); }
   void describe(std::vector<char>* out) override;
   SinkPtr sink() override { return shared_from_this(); }
 

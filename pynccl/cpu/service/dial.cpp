@@ -64,14 +64,17 @@ SocketPtr dial(const Endpoint* endpoint, const Token* unix_name, const Hello& gr
 
 SocketPtr connect_peer(const PeerInfo& peer, bool local, HelloKind kind, int my_rank, Deadline deadline,
                        Stop& stop, std::string* why) {
+  Service* service = Service::get("a connection");
+  if (!service) return *why = last_error(), nullptr;
   Hello hello;
   hello.token = peer.token;
+  hello.process = service->process;
   hello.kind = kind;
   hello.rank = my_rank;
   return dial(&peer.endpoint, local ? &peer.unix_name : nullptr, hello, deadline, Deadline::min(), stop, why);
 }
 
-void send_once(const PeerInfo& peer, bool local, int my_rank, Ctl kind, const Blob& body, Deadline deadline) {
+void send_note(const PeerInfo& peer, bool local, int my_rank, Ctl kind, const Blob& body, Deadline deadline) {
   Service* service = Service::get("a connection");
   if (!service) return;
   {
@@ -81,8 +84,10 @@ void send_once(const PeerInfo& peer, bool local, int my_rank, Ctl kind, const Bl
   {
     Stop never;
     std::string why;
-    SocketPtr socket = connect_peer(peer, local, HelloKind::Control, my_rank, deadline, never, &why);
-    if (socket && socket->send_frame(kind, 0, body)) socket->drain(deadline);
+    SocketPtr socket = connect_peer(peer, local, HelloKind::Note, my_rank, deadline, never, &why);
+    if (!socket) return service->hold_spare();
+    Line note(socket);
+    if (note.send(peer.token, my_rank, kind, 0, body)) note.drain(deadline);
   }
   service->hold_spare();
 }

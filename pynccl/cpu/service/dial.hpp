@@ -13,8 +13,8 @@ SocketPtr dial(const Endpoint* endpoint, const Token* unix_name, const Hello& he
 SocketPtr connect_peer(const PeerInfo& peer, bool local, HelloKind kind, int my_rank, Deadline deadline,
                        Stop& stop, std::string* why);
 
-// Connects to a rank only to send one frame; uses the spare descriptor if no other is left. Delivery is not
-// confirmed.
-void send_once(const PeerInfo& peer, bool local, int my_rank, Ctl kind, const Blob& body, Deadline deadline);
+// Sends one frame to a rank to which there is no line; uses the spare descriptor if no other is left.
+// Delivery is not confirmed.
+void send_note(const PeerInfo& peer, bool local, int my_rank, Ctl kind, const Blob& body, Deadline deadline);
 
 }  // namespace pncpu

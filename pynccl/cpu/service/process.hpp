@@ -16,19 +16,21 @@
 namespace pncpu {
 
 struct Connection {
-  enum Stage { Greets, Proves, Joins, Control, Data, Leaves };
+  enum Stage { Greets, Proves, Joins, Calls, Lines, Notes, Data, Leaves };
   SocketPtr socket;
   SeatPtr seat;
   SinkPtr sink;
   Stage stage = Greets;
   Admission* guest_of = nullptr;  // counts there as unauthenticated
-  int rank = -1;
+  bool local = false;
+  Token process;  // the other one's, of a line, a call or a note
+  LinePtr line;
   std::string address;
   Hello hello;
   Token nonce;
   Digest answer;
-  CtlHeader header;
-  size_t got = 0;  // bytes of the hello, the proof or the frame's header
+  LineHeader head;  // a frame's; only its first part unless it came over a line
+  size_t got = 0;   // bytes of the hello, the proof or the frame's header
   std::vector<char> body;
   Deadline leaves_by = kForever;
 };
@@ -52,17 +54,11 @@ class Service {
   void finish(const SocketPtr& socket);   // drops it after everything is sent
   void wake();
 
-  struct Post {
-    Token to;
-    int from;
-    CtlHeader header;
-    Blob body;
-  };
-  using Posts = std::list<Post>;
   void post(Posts posts) noexcept;
   struct Local {
     SinkPtr sink;
     bool attached = false;
+    Table table;        // of its communicator, once it links itself with ranks of other processes
     Posts kept;         // until it is attached
     Posts end_notices;  // for the ranks that hear of its end; allocated in advance
   };
@@ -70,6 +66,20 @@ class Service {
     size_t operator()(const Token& t) const { return size_t(t.a ^ t.b); }
   };
   std::unordered_map<Token, Local, HashToken> locals;
+  // A rank is one of a process and a host: ranks of one process may claim different hosts.
+  using LineKey = std::pair<Token, bool>;  // the process, and whether over its Unix socket
+  std::map<LineKey, LinePtr> lines;
+  std::vector<Linked> link_lines(const Token& mine, int rank, const Table& table, std::vector<int>* missing,
+                                 int* dials);
+  LinePtr open_line_to(const LineKey& key) const {
+    auto at = lines.find(key);
+    return at == lines.end() || at->second->resting_ ? nullptr : at->second;
+  }
+  void called(const LineKey& key, SocketPtr socket);
+  void end_call(const LineKey& key);
+  void leave_lines(const Token& mine);
+  bool is_sound(const Local& local, const Post& post) const;  // it comes from a rank of the communicator
+  static void give_to(Sink& sink, const Post& post);
   bool starved();
   // What this process says of its ranks; at most kMaxFrame bytes.
   std::vector<char> describe();
@@ -99,7 +109,15 @@ class Service {
   bool proved(Connection& c);
   bool known(Connection& c);
   void is_no_stranger(Connection& c);
-  bool read_frames(Connection& c, bool joins);
+  bool read_frames(Connection& c);
+  bool take_joining(Connection& c, const Blob& body);
+  bool take_from_line(Connection& c, const Blob& body);
+  bool accept_line(Connection& c);
+  void open_line(Connection& c, bool dialed);
+  void end_line(Connection& c);
+  void lose(Line& line, const Token& mine, int theirs);
+  void tell_room(const Line& line);
+  void wake_creations();
   bool read_body(Connection& c, size_t* missing);
   void unproved(const Connection& c, const std::string& what);
   void deliver();
@@ -119,6 +137,7 @@ class Service {
   std::unordered_map<int, std::unique_ptr<Connection>> connections_;
   std::set<std::pair<Deadline, int>> leaving_;  // answered, with the deadline for dropping them
   std::vector<SocketPtr> finished_;
+  std::set<LineKey> calls_;
   std::mutex posts_mutex_;
   Posts posts_;
   Deadline last_told_{};

@@ -50,6 +50,8 @@ class RemoteSeat final : public Seat {
   std::string address_;
 };
 
+thread_local bool is_service = false;
+
 struct Holder {
   std::mutex mutex;  // of its creation
   std::atomic<Service*> service{nullptr};
@@ -132,6 +134,7 @@ void Service::wake() {
 
 void Service::run() {
   name_this_thread("pynccl-service");
+  is_service = true;
   epoll_event events[64];
   for (;;) {
     Deadline next;
@@ -239,6 +242,7 @@ bool Service::admit(Fd owned, Admission& admission, const Address* from) {
   auto socket = std::make_shared<Socket>(std::move(owned));
   auto connection = std::make_unique<Connection>();
   connection->guest_of = &admission;
+  connection->local = !from;
   connection->address = from ? from->str() : "this host";
   watch(socket, std::move(connection), EPOLLIN);
   admission.came(fd, source, Clock::now());
@@ -293,7 +297,8 @@ std::unique_ptr<Connection> Service::take(int fd) {
 void Service::end(int fd) {
   std::unique_ptr<Connection> c = take(fd);
   if (!c) return;
-  if (c->stage == Connection::Control) c->sink->closed(c->rank);
+  if (c->stage == Connection::Calls) end_call({c->process, c->local});
+  if (c->stage == Connection::Lines) end_line(*c);
   if (c->stage == Connection::Joins) roots.left(c->hello.token, c->seat);
 }
 
@@ -317,7 +322,7 @@ void Service::serve(int fd, uint32_t events) {
   if (events & EPOLLOUT) {
     stays = keep->flush();
     if (c.stage == Connection::Leaves && keep->all_sent()) stays = false;
-    if (c.stage == Connection::Control) c.sink->data_ready();  // a put may wait for room
+    if (c.line) tell_room(*c.line);
   }
   if (stays && (events & (EPOLLIN | EPOLLHUP | EPOLLERR | EPOLLRDHUP))) stays = read(c);
   if (!stays) drop(keep);
@@ -347,10 +352,18 @@ bool Service::read(Connection& c) {
       if (!fill(c, c.answer.data(), c.answer.size()))
         return unproved(c, "left without proving that it has the root's secret"), false;
       return c.got < c.answer.size() || proved(c);
+    case Connection::Calls:
+      if (!fill(c, &c.head, sizeof c.head)) return false;
+      if (c.got < sizeof c.head) return true;
+      c.got = 0;
+      if (c.head.frame.kind != Ctl::Line) return false;
+      open_line(c, true);
+      end_call({c.process, c.local});
+      return read_frames(c);
     case Connection::Joins:
-      return read_frames(c, true);
-    case Connection::Control:
-      return read_frames(c, false);
+    case Connection::Lines:
+    case Connection::Notes:
+      return read_frames(c);
     default:
       return recv(c.socket->fd(), &byte, 1, MSG_DONTWAIT) < 0 && (errno == EAGAIN || errno == EINTR);
   }
@@ -415,7 +428,15 @@ bool Service::known(Connection& c) {
   if (c.hello.kind == HelloKind::Join) {
     c.seat = std::make_shared<RemoteSeat>(*this, c.socket, c.address);
     c.stage = Connection::Joins;
-    return read_frames(c, true);
+    return read_frames(c);
+  }
+  if (c.hello.kind == HelloKind::Line || c.hello.kind == HelloKind::Note) {
+    c.process = c.hello.process;
+    if (c.hello.kind == HelloKind::Line) return accept_line(c) && read_frames(c);
+    c.stage = Connection::Notes;
+    c.leaves_by = Clock::now() + kLinger;
+    leaving_.insert({c.leaves_by, c.socket->fd()});
+    return read_frames(c);
   }
   if (c.hello.kind == HelloKind::Ask) {
     SocketPtr keep = c.socket;
@@ -431,15 +452,16 @@ bool Service::known(Connection& c) {
   return true;
 }
 
-bool Service::read_frames(Connection& c, bool joins) {
+bool Service::read_frames(Connection& c) {
   SocketPtr keep = c.socket;
+  const bool joins = c.stage == Connection::Joins;
+  const size_t head = joins ? sizeof c.head.frame : sizeof c.head;
   for (;;) {
-    if (c.got < sizeof c.header) {
-      if (!fill(c, &c.header, sizeof c.header)) return false;
-      if (c.got < sizeof c.header) return true;
-      uint32_t most = !joins ? kMaxFrame : RootTable::most_bytes(c.header.kind);
-      bool too_long = c.header.bytes > most || (c.guest_of && c.header.kind != Ctl::Announce);
-      if (too_long || c.header.kind == Ctl::Closed) return false;
+    if (c.got < head) {
+      if (!fill(c, &c.head, head)) return false;
+      if (c.got < head) return true;
+      uint32_t most = joins ? RootTable::most_bytes(c.head.frame.kind) : kMaxFrame;
+      if (c.head.frame.bytes > most || (c.guest_of && c.head.frame.kind != Ctl::Announce)) return false;
       c.body.clear();
     }
     size_t missing = 0;
@@ -447,21 +469,21 @@ bool Service::read_frames(Connection& c, bool joins) {
     if (missing) return true;
     c.got = 0;
     Blob body = Blob::of(std::move(c.body));
-    if (!joins) {
-      c.sink->frame(c.rank, c.header, body);
-      auto it = connections_.find(keep->fd());
-      if (it == connections_.end() || it->second->socket != keep) return true;
+    if (joins) {
+      is_no_stranger(c);
+      if (!roots.heard(c.hello.token, c.hello.serial, c.seat, c.head.frame, body)) return false;
+      if (c.stage != Connection::Joins) return true;
       continue;
     }
-    is_no_stranger(c);
-    if (!roots.heard(c.hello.token, c.hello.serial, c.seat, c.header, body)) return false;
-    if (c.stage != Connection::Joins) return true;
+    if (!take_from_line(c, body)) return false;
+    auto it = connections_.find(keep->fd());
+    if (it == connections_.end() || it->second->socket != keep) return true;
   }
 }
 
 // The buffer grows as the body arrives, whatever length the header claims.
 bool Service::read_body(Connection& c, size_t* missing) {
-  while ((*missing = c.header.bytes - c.body.size())) {
+  while ((*missing = c.head.frame.bytes - c.body.size())) {
     size_t have = c.body.size(), piece = std::min(*missing, std::max(kPiece, have));
     c.body.resize(have + piece);
     ssize_t n = recv(c.socket->fd(), c.body.data() + have, piece, MSG_DONTWAIT);
@@ -509,12 +531,25 @@ void Service::give(Posts& post) {
   const Post& p = post.front();
   auto it = locals.find(p.to);
   if (it == locals.end()) return;
-  if (!it->second.attached) return it->second.kept.splice(it->second.kept.end(), post);
   SinkPtr sink = it->second.sink;
+  if (it->second.attached) {
+    if (is_sound(it->second, p)) give_to(*sink, p);
+    return;
+  }
+  it->second.kept.splice(it->second.kept.end(), post);
+  if (sink) sink->news();
+}
+
+void Service::give_to(Sink& sink, const Post& p) {
   if (p.header.kind == Ctl::Closed)
-    sink->closed(p.from);
+    sink.closed(p.from);
   else
-    sink->frame(p.from, p.header, p.body);
+    sink.frame(p.from, p.header, p.body);
+}
+
+bool Service::is_sound(const Local& local, const Post& p) const {
+  if (p.origin == Token()) return true;
+  return p.from >= 0 && p.from < local.table.size() && local.table[p.from].process == p.origin;
 }
 
 void Service::hold_spare() {
@@ -554,6 +589,8 @@ bool starved() {
   Service* s = Service::get("a communicator");
   return s && s->starved();
 }
+
+bool in_service() { return is_service; }
 
 ncclResult_t describe_self(PeerInfo* info) {
   Service* s = Service::get("a communicator");
@@ -623,13 +660,22 @@ void attach(const Token& token) {
   auto it = s->locals.find(token);
   if (it == s->locals.end()) return;
   it->second.attached = true;
-  Service::Posts kept = std::move(it->second.kept);
+  Posts kept = std::move(it->second.kept);
   SinkPtr sink = it->second.sink;
-  for (const Service::Post& p : kept)
-    if (p.header.kind == Ctl::Closed)
-      sink->closed(p.from);
-    else
-      sink->frame(p.from, p.header, p.body);
+  const Service::Local local{nullptr, true, it->second.table, {}, {}};
+  for (const Post& p : kept)
+    if (s->is_sound(local, p)) Service::give_to(*sink, p);
+}
+
+bool has_bad_news(const Token& token) {
+  Service* s = Service::get("a communicator");
+  if (!s) return false;
+  std::lock_guard<std::recursive_mutex> lock(s->mutex);
+  auto it = s->locals.find(token);
+  if (it == s->locals.end()) return false;
+  return std::any_of(it->second.kept.begin(), it->second.kept.end(), [&](const Post& p) {
+    return (p.header.kind == Ctl::Error || p.header.kind == Ctl::Closed) && s->is_sound(it->second, p);
+  });
 }
 
 void forget(const Token& token) {
@@ -641,6 +687,7 @@ void forget(const Token& token) {
   Service::Local gone = std::move(it->second);
   s->locals.erase(it);
   s->post(std::move(gone.end_notices));
+  s->leave_lines(token);
   if (s->ranks_changed) s->ranks_changed();
 }
 
@@ -667,15 +714,6 @@ void post(const Token& to, int from, Ctl kind, uint64_t tag, const Blob& body) {
 }
 
 void hang_up(const Token& to, int from) { post(to, from, Ctl::Closed, 0, {}); }
-
-void watch_control(SocketPtr socket, int rank, SinkPtr sink) {
-  auto connection = std::make_unique<Connection>();
-  connection->stage = Connection::Control;
-  connection->rank = rank;
-  connection->sink = std::move(sink);
-  if (Service* s = Service::get("a communicator"))
-    s->watch(socket, std::move(connection), EPOLLIN | EPOLLRDHUP);
-}
 
 void watch_data(SocketPtr epoll, SinkPtr sink) {
   auto connection = std::make_unique<Connection>();

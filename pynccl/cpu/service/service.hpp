@@ -1,12 +1,13 @@
 // The service: one thread of the process that listens. It handles ranks that join a unique id of this
-// process, peers that connect to a rank, control messages between ranks, and the death of ranks.
+// process, peers that connect to a rank, lines to other processes (line.hpp), control messages between ranks,
+// and the death of ranks.
 #pragma once
 
 #include <string>
 #include <vector>
 
 #include "base/fork.hpp"
-#include "service/socket.hpp"
+#include "service/line.hpp"
 #include "service/stop.hpp"
 #include "service/wire.hpp"
 
@@ -21,6 +22,8 @@ class Sink {
   virtual void frame(int rank, const CtlHeader& header, const Blob& body) = 0;
   virtual void closed(int rank) = 0;
   virtual void data_ready() = 0;
+  // Before attach(): a frame has been kept, or a line has opened or ended.
+  virtual void news() {}
   // Appends the state of this rank (state.hpp); nothing before it knows its peers.
   virtual void describe(std::vector<char>*) {}
 };
@@ -34,12 +37,14 @@ ncclResult_t open_env_root(const Id& id);
 // Fills this process's address, socket name and identity.
 ncclResult_t describe_self(PeerInfo* info);
 
-// Registers a rank of this process: its sink gets connections and frames with its token. Frames from ranks of
-// this process are kept until attach().
+// Registers a rank of this process: its sink gets connections and frames with its token. Frames are kept
+// until attach().
 void expect(const Token& token, SinkPtr sink);
 void attach(const Token& token);
 void forget(const Token& token);
 bool lives_here(const Token& token);
+// Whether a frame that is kept tells of the end or the failure of a rank. Before link_lines() none does.
+bool has_bad_news(const Token& token);
 
 // Ranks of one process need no socket. link() returns whether `to` is a rank of this process. If so, the rank
 // with the token `mine` gets closed(to_rank) when `to` ends.
@@ -47,7 +52,33 @@ bool link(const Token& to, int to_rank, const Token& mine);
 void post(const Token& to, int from, Ctl kind, uint64_t tag, const Blob& body);
 void hang_up(const Token& to, int from);  // `to` gets closed(from)
 
-void watch_control(SocketPtr socket, int rank, SinkPtr sink);
+// Ranks of other processes are reached over lines. Links the rank of the table with this token with those of
+// `missing` to whose process there is a line, and removes them from it. `dials`: a rank whose process this
+// one must call (LineCall); -1: there is none.
+struct Linked {
+  int rank;
+  LinePtr line;
+};
+std::vector<Linked> link_lines(const Token& mine, int rank, const Table& table, std::vector<int>* missing,
+                               int* dials);
+LinePtr line_to(const PeerInfo& peer, bool local);  // nullptr: there is none
+size_t count_missing_lines(int rank, const Table& table);
+
+// Only one rank of a process calls another process at a time. What becomes of it is news for all that are
+// being created.
+class LineCall {
+ public:
+  LineCall(const Token& process, bool local) : process_(process), local_(local) {}
+  ~LineCall();
+  LineCall(const LineCall&) = delete;
+  LineCall& operator=(const LineCall&) = delete;
+  void connected(SocketPtr socket);  // the service waits for the answer
+
+ private:
+  const Token process_;
+  const bool local_;
+  bool handed_over_ = false;
+};
 void watch_data(SocketPtr epoll, SinkPtr sink);  // a DataWatch's
 void unwatch(const SocketPtr& socket);
 
@@ -55,5 +86,8 @@ inline uint32_t process_generation() { return process_epoch(); }
 
 // Whether connections have waited for more than a second because this process has no free descriptor.
 bool starved();
+
+// Whether this is the service's thread, which must never wait for another process.
+bool in_service();
 
 }  // namespace pncpu

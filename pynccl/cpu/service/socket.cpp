@@ -25,17 +25,29 @@ socklen_t unix_address(const Token& name, sockaddr_un* un) {
 
 bool Socket::send_frame(Ctl kind, uint64_t tag, Blob body) {
   CtlHeader header{kind, uint32_t(body.size), tag};
-  std::vector<char> head(sizeof header);
-  memcpy(head.data(), &header, sizeof header);
-  if (body.size <= kCopied) {
-    head.insert(head.end(), body.data, body.data + body.size);
-    body = {};
-  }
+  return send_frame(&header, sizeof header, std::move(body));
+}
+
+bool Socket::send_frame(const void* header, size_t bytes, Blob body) {
+  return send_frames(frame(header, bytes, std::move(body)));
+}
+
+Frames Socket::frame(const void* header, size_t bytes, Blob body) {
+  bool copied = body.size <= kCopied;
+  std::vector<char> head(bytes + (copied ? body.size : 0));
+  memcpy(head.data(), header, bytes);
+  if (copied && body.size) memcpy(head.data() + bytes, body.data, body.size);
+  Frames frames;
+  frames.push_back(Blob::of(std::move(head)));
+  if (!copied) frames.push_back(std::move(body));
+  return frames;
+}
+
+bool Socket::send_frames(Frames frames) noexcept {
   std::lock_guard<std::mutex> lock(mutex_);
   if (gone_ || unsent_bytes_ > kMostUnsent) return false;
-  unsent_bytes_ += head.size() + body.size;
-  unsent_.push_back(Blob::of(std::move(head)));
-  if (body.size) unsent_.push_back(std::move(body));
+  for (const Blob& part : frames) unsent_bytes_ += part.size;
+  unsent_.splice(unsent_.end(), frames);
   return push();
 }
 
@@ -49,10 +61,12 @@ bool Socket::push() {
     if (n < 0) {
       gone_ = true;
       unsent_.clear();
+      unsent_bytes_ = 0;
       break;
     }
     sent_of_first_ += size_t(n);
     unsent_bytes_ -= size_t(n);
+    sent_bytes_ += uint64_t(n);
     if (sent_of_first_ < first.size) continue;
     unsent_.pop_front();
     sent_of_first_ = 0;
@@ -93,8 +107,13 @@ size_t Socket::unsent() {
 }
 
 void Socket::drain(Deadline deadline) {
-  while (flush() && !all_sent())
+  std::unique_lock<std::mutex> lock(mutex_);
+  const uint64_t until = sent_bytes_ + unsent_bytes_;
+  while (push() && sent_bytes_ < until) {
+    lock.unlock();
     if (!wait_writable(fd(), deadline)) return;
+    lock.lock();
+  }
 }
 
 void Socket::watch(int epoll, uint32_t events, int key) {

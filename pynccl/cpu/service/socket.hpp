@@ -3,12 +3,14 @@
 #pragma once
 
 #include <atomic>
-#include <deque>
+#include <list>
 #include <mutex>
 
 #include "service/wire.hpp"
 
 namespace pncpu {
+
+using Frames = std::list<Blob>;
 
 // Closes with its last owner; a forked child closes it immediately.
 class Socket {
@@ -18,10 +20,14 @@ class Socket {
 
   // Sends one whole frame; false: the peer has gone, or has left too much unread.
   bool send_frame(Ctl kind, uint64_t tag, Blob body);
-  bool flush();  // sends as much as fits; false: the peer has gone
+  bool send_frame(const void* header, size_t bytes, Blob body);
+  static Frames frame(const void* header, size_t bytes, Blob body);
+  bool send_frames(Frames frames) noexcept;  // prepared by frame(); needs no memory
+  bool flush();                              // sends as much as fits; false: the peer has gone
   bool all_sent();
-  size_t unsent();                // bytes
-  void drain(Deadline deadline);  // waits until the kernel has accepted everything, or the peer has gone
+  size_t unsent();  // bytes
+  // Waits until the kernel has accepted everything that was sent before, or the peer has gone.
+  void drain(Deadline deadline);
 
   // Adds the socket to `epoll` for `events`, and for output while frames are unsent. `key`: by default the
   // descriptor.
@@ -46,8 +52,9 @@ class Socket {
   int control(int what);
   Fd fd_;
   std::mutex mutex_;
-  std::deque<Blob> unsent_;
+  Frames unsent_;
   size_t unsent_bytes_ = 0, sent_of_first_ = 0;
+  uint64_t sent_bytes_ = 0;
   bool gone_ = false, wants_room_ = false;
   int epoll_ = -1, key_ = -1;
   uint32_t events_ = 0;

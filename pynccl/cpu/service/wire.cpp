@@ -40,19 +40,20 @@ Address Endpoint::address() const {
 
 Digest proof(const std::string& secret, Role role, const Hello& hello, const Token& listener_nonce) {
   struct {
-    char purpose[16] = "pynccl cpu 2";
+    char purpose[16] = "pynccl cpu 3";
     Role role;
     HelloKind kind;
     int32_t rank;
     uint32_t pad = 0;
     uint64_t serial;
-    Token id, connects, listens;
+    Token id, process, connects, listens;
   } text;
   text.role = role;
   text.kind = hello.kind;
   text.rank = hello.rank;
   text.serial = hello.serial;
   text.id = hello.token;
+  text.process = hello.process;
   text.connects = hello.nonce;
   text.listens = listener_nonce;
   return hmac_sha256(secret, &text, sizeof text);

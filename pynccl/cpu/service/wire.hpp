@@ -86,16 +86,24 @@ struct Table {
   }
 };
 
-// Ask: how are your ranks? Its token is that of a process, and the answer one frame (state.hpp).
-enum class HelloKind : uint32_t { Join = 1, Control, CollData, P2pData, Ask };
+enum class HelloKind : uint32_t {
+  Join = 1,
+  Line,  // of two processes (line.hpp)
+  CollData,
+  P2pData,
+  Ask,     // how are your ranks? The token is that of a process, and the answer one frame (state.hpp)
+  Note,    // frames as on a line; the end of the connection means nothing
+  Segment  // a frame and the descriptor of the host's shared segment
+};
 
 // The first message of every connection.
 struct Hello {
-  static constexpr uint64_t kMagic = 0x32306c63636e7970;  // "pynccl02"
+  static constexpr uint64_t kMagic = 0x33306c63636e7970;  // "pynccl03"
   uint64_t magic = kMagic;
   Token token;          // of a unique id or a rank
   uint64_t serial = 0;  // of the id
   Token nonce;
+  Token process;  // the sender's
   HelloKind kind = HelloKind::Join;
   int32_t rank = 0;
   uint32_t secured = 0;  // this side has the job's secret
@@ -131,13 +139,16 @@ enum class Ctl : uint32_t {
   Share,
   Table,
   Failed,   // the tag is the result, the body a text
-  Closed,   // within a process only: a rank has ended its link
+  Closed,   // a rank has ended its link
   Segment,  // the tag is the size of its rings; a descriptor follows
   Put,      // data for a window, or a signal
   Lend,     // registered memory that the peer may map: an Offer
   Taken,    // the peer has mapped it; the tag is the offer's number
   Return,   // no call from now on uses it; the tag is its number, the body the last call that may
-  State     // the answer to HelloKind::Ask
+  State,    // the answer to HelloKind::Ask
+  Line,     // the answer to HelloKind::Line
+  Link,     // a rank has linked itself with the other; the tag is that one's number, the body its own token
+  Rest      // nobody here uses the line (line.hpp); the tag is the number of the question
 };
 // In the tags of exchanges of calls that go on after a failure.
 constexpr uint64_t kAfterFailure = uint64_t(1) << 63;

@@ -1,11 +1,11 @@
 #include "session/session.hpp"
 
-#include <poll.h>
 #include <sched.h>
 
 #include <cmath>
 #include <numeric>
 #include <set>
+#include <thread>
 #include <utility>
 
 #include "base/device.hpp"
@@ -17,11 +17,13 @@
 namespace pncpu {
 namespace {
 
-// Beyond this a put waits until the peer has read more.
-constexpr size_t kMostUnsentPuts = size_t(1) << 20;
-
 constexpr auto kLook =
-    std::chrono::milliseconds(50);  // how often a wait polls for changes without a notification
+    std::chrono::milliseconds(50);                // how often a wait polls for changes without a notification
+constexpr auto kCheck = std::chrono::seconds(1);  // how often a creation looks whether a process lives
+constexpr auto kRetry = std::chrono::milliseconds(20);
+constexpr int kMostCalls = 3;
+constexpr char kConnecting[] = "cannot connect to", kSharing[] = "cannot share memory with",
+               kGettingSegment[] = "cannot get the shared memory of";
 constexpr auto kSearch = std::chrono::seconds(1);  // how often an exchange looks for a deadlock
 
 // Settings that must be equal on all ranks. A byte for each rank follows: this rank can access its memory.
@@ -134,8 +136,11 @@ ncclResult_t Session::begin(const Table& table) {
   if (ncclResult_t r = open_links(); r != ncclSuccess) return r;
   if (ncclResult_t r = share_segment(); r != ncclSuccess) return r;
   if (ncclResult_t r = attach_pipes(); r != ncclSuccess) return r;
-  for (int q = 0; q < nranks; ++q)
-    if (peer(q).control) watch_control(peer(q).control, q, owner_.sink());
+  {
+    std::lock_guard<std::mutex> lock(mutex);
+    all_arrived_ = true;
+    waiting_.clear();
+  }
   attach(self.token);
   say_settings();
   return say(Tags(size_t(nranks)), everyone(), settings_, "setting up");
@@ -208,9 +213,17 @@ ncclResult_t Session::link_failed(int q, const char* doing, const std::string& w
 // Checks the limit before it opens the first connection: a rank that runs out of descriptors later would look
 // dead.
 ncclResult_t Session::check_descriptors() {
-  size_t needed = 1 + 2 * size_t(hosts_ > 1);  // the segment; the two of the DataWatch
-  for (int q = 0; q < nranks; ++q)
-    if (q != rank && !peer(q).same_process) needed += peer(q).local >= 0 ? 1 : 3;
+  size_t lines = count_missing_lines(rank, table_), data = 0;
+  bool passes = false;  // the segment, over a connection of its own
+  for (int q = 0; q < nranks; ++q) {
+    if (q == rank || peer(q).same_process) continue;
+    if (peer(q).local >= 0)
+      passes = true;
+    else
+      data += 2;
+  }
+  // The segment; the two of the DataWatch.
+  size_t needed = 1 + 2 * size_t(hosts_ > 1) + lines + data + passes;
   if (needed < 16) return ncclSuccess;  // counting costs more
   Descriptors d = count_descriptors();
   if (d.open + needed <= d.limit) return ncclSuccess;
@@ -220,74 +233,142 @@ ncclResult_t Session::check_descriptors() {
               rank, nranks, needed, d.open, d.limit);
 }
 
-namespace {
-// A rank sends frames only after it has all of its links, or if it fails.
-bool has_news(int fd) {
-  pollfd poll_fd{fd, POLLIN, 0};
-  return poll(&poll_fd, 1, 0) > 0;
+uint64_t Session::seen_news() {
+  std::lock_guard<std::mutex> lock(mutex);
+  return news_;
 }
-}  // namespace
 
-SocketPtr Session::await_arrival(HelloKind kind, int q, std::string* why) {
-  auto key = std::make_pair(int(kind), q);
-  for (;;) {
+void Session::has_news() {
+  std::lock_guard<std::mutex> lock(mutex);
+  ++news_;
+  changed.notify_all();
+}
+
+// Until there is some. It is worth another look every now and then, too.
+ncclResult_t Session::await_news(uint64_t seen, int q, const char* doing) {
+  {
     std::unique_lock<std::mutex> lock(mutex);
     Deadline look = std::min<Deadline>(deadline_, Clock::now() + 4 * kLook);
-    changed.wait_until(lock, look, [&] { return waiting_.count(key) || stopped(); });
-    auto it = waiting_.find(key);
-    if (it != waiting_.end()) {
-      SocketPtr socket = std::move(it->second);
-      waiting_.erase(it);
-      return socket;
+    changed.wait_until(lock, look, [&] { return news_ != seen || stopped(); });
+    if (news_ != seen && !stopped()) return ncclSuccess;
+  }
+  int error = stopped() ? ECANCELED : starved() ? EMFILE : 0;
+  if (error) return link_failed(q, doing, describe_error(error), error);
+  if (has_bad_news(self.token) || Clock::now() < deadline_) return ncclSuccess;
+  return fail(ncclTimeout, "rank %d of %d timed out waiting for rank %d (%s) to connect", rank, nranks, q,
+              peer(q).str().c_str());
+}
+
+// A connection that another process has opened for this rank.
+ncclResult_t Session::await_arrival(HelloKind kind, int q, const char* doing, SocketPtr* socket) {
+  auto key = std::make_pair(int(kind), q);
+  for (;;) {
+    uint64_t seen;
+    {
+      std::lock_guard<std::mutex> lock(mutex);
+      seen = news_;
+      auto it = waiting_.find(key);
+      if (it != waiting_.end()) {
+        *socket = std::move(it->second);
+        waiting_.erase(it);
+        return ncclSuccess;
+      }
     }
-    lock.unlock();
-    if (kind != HelloKind::Control && has_news(peer(q).control->fd())) return errno = ECONNRESET, nullptr;
-    errno = stopped() ? ECANCELED : starved() ? EMFILE : Clock::now() >= deadline_ ? ETIMEDOUT : 0;
-    if (errno) return *why = describe_error(errno), nullptr;
+    if (has_bad_news(self.token)) return told_before(q, doing);
+    if (ncclResult_t r = await_news(seen, q, doing); r != ncclSuccess) return r;
   }
 }
 
-// Ranks of one process need no sockets. In every other pair the higher rank connects.
+// Ranks of one process need no connection. Those of two processes share the line between these.
 ncclResult_t Session::open_links() {
   for (int q = 0; q < nranks; ++q) {
     Peer& p = peer(q);
     if (q == rank || p.info.process != self.process) continue;
-    if (!link(p.info.token, q, self.token)) {
-      return gone_from_here(q, "cannot reach");
-    }
+    if (!link(p.info.token, q, self.token)) return gone_from_here(q, kConnecting);
     p.same_process = true;
     std::lock_guard<std::mutex> lock(mutex);
     p.linked = true;
   }
   if (ncclResult_t r = check_descriptors(); r != ncclSuccess) return r;
-  for (int q = 0; q < nranks; ++q) {
-    Peer& p = peer(q);
-    if (q == rank || p.same_process) continue;
-    bool local = p.local >= 0;
-    for (HelloKind kind : {HelloKind::Control, HelloKind::CollData, HelloKind::P2pData}) {
-      if (local && kind != HelloKind::Control) break;
-      std::string why;
-      SocketPtr socket = q < rank ? connect_peer(p.info, local, kind, rank, deadline_, stop_, &why)
-                                  : await_arrival(kind, q, &why);
-      int error = errno;
-      if (!socket && q > rank && error == ETIMEDOUT)
-        return fail(ncclTimeout, "rank %d of %d timed out waiting for rank %d (%s) to connect", rank, nranks,
-                    q, p.str().c_str());
-      if (!socket && kind != HelloKind::Control) return said_before(q, "cannot connect to", error);
-      if (!socket) return link_failed(q, "cannot connect to", why, error);
-      if (kind != HelloKind::Control) {
-        p.link.pipe[kind == HelloKind::CollData ? kColl : kP2p] = tcp_pipe(socket);
-        continue;
-      }
-      p.vouched = local && socket->peer_pid() == p.info.pid;
+  if (ncclResult_t r = open_lines(); r != ncclSuccess) return r;
+  for (int q = 0; q < nranks; ++q)
+    if (q != rank && !peer(q).same_process && peer(q).local < 0)
+      if (ncclResult_t r = open_data_links(q); r != ncclSuccess) return r;
+  return ncclSuccess;
+}
+
+ncclResult_t Session::open_lines() {
+  std::vector<int> missing;
+  std::map<int, int> calls;
+  for (int q = 0; q < nranks; ++q)
+    if (q != rank && !peer(q).same_process) missing.push_back(q);
+  Deadline check = Clock::now() + kCheck;
+  while (!missing.empty()) {
+    const uint64_t seen = seen_news();
+    int dials = -1;
+    for (auto& [q, line] : link_lines(self.token, rank, table_, &missing, &dials)) {
+      Peer& p = peer(q);
+      p.vouched = p.local >= 0 && line->pid() == p.info.pid;
       std::lock_guard<std::mutex> lock(mutex);
-      p.control = std::move(socket);
+      p.line = line;
       p.linked = true;
+    }
+    if (dials >= 0) {
+      ncclResult_t r = call(dials, ++calls[dials]);
+      if (r != ncclSuccess) return r;
+    } else if (!missing.empty()) {
+      const int q = missing[0];
+      if (has_bad_news(self.token)) return told_before(q, kConnecting);
+      if (ncclResult_t r = await_news(seen, q, kConnecting); r != ncclSuccess) return r;
+      if (Clock::now() < check) continue;
+      if (ncclResult_t r = check_alive(q); r != ncclSuccess) return r;
+      check = Clock::now() + kCheck;
     }
   }
   std::lock_guard<std::mutex> lock(mutex);
-  all_arrived_ = true;
-  waiting_.clear();
+  all_linked_ = true;
+  return ncclSuccess;
+}
+
+// A process that has too many strangers ends connections (Admission), so it is called again.
+ncclResult_t Session::call(int q, int attempt) {
+  Peer& p = peer(q);
+  const bool local = p.local >= 0;
+  LineCall call(p.info.process, local);
+  if (attempt > kMostCalls) return link_failed(q, kConnecting, describe_error(ECONNRESET), ECONNRESET);
+  if (attempt > 1) std::this_thread::sleep_for(attempt * kRetry);
+  std::string why;
+  SocketPtr socket = connect_peer(p.info, local, HelloKind::Line, rank, deadline_, stop_, &why);
+  if (!socket) return link_failed(q, kConnecting, why, errno);
+  call.connected(std::move(socket));
+  return ncclSuccess;
+}
+
+// A process that has died before it could connect.
+ncclResult_t Session::check_alive(int q) {
+  std::string why;
+  Deadline soon = std::min<Deadline>(deadline_, Clock::now() + kCheck);
+  if (connect_peer(peer(q).info, peer(q).local >= 0, HelloKind::Note, rank, soon, stop_, &why))
+    return ncclSuccess;
+  return errno == ECONNREFUSED ? link_failed(q, kConnecting, why, ECONNREFUSED) : ncclSuccess;
+}
+
+// Of a pair the higher rank connects.
+ncclResult_t Session::open_data_links(int q) {
+  Peer& p = peer(q);
+  for (HelloKind kind : {HelloKind::CollData, HelloKind::P2pData}) {
+    SocketPtr socket;
+    if (q > rank) {
+      if (ncclResult_t r = await_arrival(kind, q, kConnecting, &socket); r != ncclSuccess) return r;
+    } else {
+      std::string why;
+      socket = connect_peer(p.info, false, kind, rank, deadline_, stop_, &why);
+      int error = errno;
+      if (!socket && has_bad_news(self.token)) return told_before(q, kConnecting);
+      if (!socket) return link_failed(q, kConnecting, why, error);
+    }
+    p.link.pipe[kind == HelloKind::CollData ? kColl : kP2p] = tcp_pipe(socket);
+  }
   return ncclSuccess;
 }
 
@@ -296,6 +377,7 @@ void Session::arrived(const Hello& hello, SocketPtr socket) {
   auto key = std::make_pair(int(hello.kind), hello.rank);
   if (all_arrived_ || hello.rank < 0 || hello.rank >= kMostRanks || waiting_.count(key)) return;
   waiting_[key] = std::move(socket);
+  ++news_;
   changed.notify_all();
 }
 
@@ -310,38 +392,29 @@ bool Session::linked(int to) {
 }
 
 void Session::send(int to, Ctl kind, const void* body, size_t bytes, uint64_t tag) {
-  SocketPtr control;
-  bool here, waits;
+  bool here, unlinked;
+  LinePtr line;
   {
     std::lock_guard<std::mutex> lock(mutex);
     if (disconnected_ || size_t(to) >= peers_.size() || peer(to).gone) return;
     here = peer(to).info.process == self.process;
-    control = peer(to).control;
-    // The peer has connected, and this rank fails before it takes the connection.
-    auto early = waiting_.find({int(HelloKind::Control), to});
-    if (!control && early != waiting_.end()) control = early->second;
-    waits = to < rank && !all_arrived_;
+    line = peer(to).line;
+    unlinked = !here && !line;
+    if (here ? to == rank : unlinked && (all_linked_ || kind != Ctl::Error || in_service())) return;
   }
+  const PeerInfo& info = peer(to).info;
   Blob blob = Blob::copy(body, bytes);
-  if (!here && !control && waits && kind == Ctl::Error) {
-    // This rank fails before it connects to the other one, which waits for the connection.
-    if (tell_by_ == kForever) tell_by_ = after_ms(2000);
-    return send_once(peer(to).info, peer(to).local >= 0, rank, kind, blob, tell_by_);
-  }
-  if (!here && !control) return;
-  if (control)
-    control->send_frame(kind, tag, blob);
-  else if (to != rank)
-    post(peer(to).info.token, rank, kind, tag, blob);
+  if (here) return post(info.token, rank, kind, tag, blob);
+  // This rank fails before it is linked with the other one, which may wait for it.
+  if (unlinked) line = line_to(info, peer(to).local >= 0);
+  if (line) return void(line->send(info.token, rank, kind, tag, blob));
+  if (tell_by_ == kForever) tell_by_ = after_ms(2000);
+  send_note(info, peer(to).local >= 0, rank, kind, blob, tell_by_);
 }
 
 bool Session::has_room(int to) {
-  SocketPtr control;
-  {
-    std::lock_guard<std::mutex> lock(mutex);
-    control = peer(to).control;
-  }
-  return !control || control->unsent() < kMostUnsentPuts;
+  std::lock_guard<std::mutex> lock(mutex);
+  return !peer(to).line || peer(to).line->has_room();
 }
 
 void Session::describe(RankState state, std::vector<char>* out) {
@@ -377,17 +450,18 @@ void Session::disconnect() noexcept {
     waiting_.clear();
     for (auto& p : peers_) p->linked = false;
   }
-  // The others must receive the reason of the end before the connection ends.
+  // The others must receive the reason of the end before this process ends.
   Deadline deadline = after_ms(2000);
+  LinePtr drained;
   for (auto& p : peers_) {
-    SocketPtr control;
+    LinePtr line;
     {
       std::lock_guard<std::mutex> lock(mutex);
-      control = std::move(p->control);
+      line = std::move(p->line);
     }
-    if (!control) continue;
-    control->drain(deadline);
-    unwatch(control);
+    if (!line || line == drained) continue;
+    line->drain(deadline);
+    drained = std::move(line);
   }
   if (data_) data_->stop();
   for (auto& p : peers_)
@@ -402,11 +476,13 @@ void Session::disconnect() noexcept {
 void Session::drop_connections() {
   for (int q = 0; q < int(peers_.size()); ++q) {
     Peer& p = peer(q);
-    if (p.control) shutdown(p.control->fd(), SHUT_RDWR);
-    if (p.same_process) {
+    if (q == rank) continue;
+    // The line may serve other ranks.
+    if (p.same_process)
       hang_up(p.info.token, rank);
-      hang_up(self.token, q);
-    }
+    else if (p.line)
+      p.line->send(p.info.token, rank, Ctl::Closed, 0, {});
+    hang_up(self.token, q);
     for (auto& pipe : p.link.pipe)
       if (SocketPtr socket = pipe ? pipe->socket() : nullptr) shutdown(socket->fd(), SHUT_RDWR);
   }
@@ -446,29 +522,34 @@ ncclResult_t Session::create_segment() {
   for (int q = 0; q < nranks; ++q) {
     Peer& p = peer(q);
     if (p.local < 0 || !served.insert(p.info.process).second) continue;
-    if (!p.control) return link_failed(q, "cannot share memory with", "it is in this process", 0);
+    std::string why;
+    SocketPtr socket = connect_peer(p.info, true, HelloKind::Segment, rank, deadline_, stop_, &why);
+    int error = errno;
     CtlHeader header{Ctl::Segment, 0, segment_->ring_bytes()};
-    if (!send_all(p.control->fd(), &header, sizeof header, deadline_) ||
-        !send_fd(p.control->fd(), segment_->fd()))
-      return said_before(q, "cannot share memory with", errno);
+    if (socket && send_all(socket->fd(), &header, sizeof header, deadline_) &&
+        send_fd(socket->fd(), segment_->fd()))
+      continue;
+    if (socket) why = describe_error(error = errno);
+    if (has_bad_news(self.token)) return told_before(q, kSharing);
+    return link_failed(q, kSharing, why, error);
   }
   return ncclSuccess;
 }
 
 ncclResult_t Session::receive_segment(int leader) {
-  SocketPtr control = peer(leader).control;
-  Stop::During waiting(stop_, [control] { shutdown(control->fd(), SHUT_RDWR); });
-  CtlHeader header{Ctl::Segment, 0, 0};
+  SocketPtr socket;
+  if (ncclResult_t r = await_arrival(HelloKind::Segment, leader, kGettingSegment, &socket); r != ncclSuccess)
+    return r;
+  Stop::During waiting(stop_, [socket] { shutdown(socket->fd(), SHUT_RDWR); });
+  CtlHeader header{Ctl::Error, 0, 0};
   Fd fd;
-  if (recv_all(control->fd(), &header, sizeof header, deadline_))
-    fd = header.kind == Ctl::Segment ? recv_fd(control->fd(), deadline_) : Fd();
+  if (recv_all(socket->fd(), &header, sizeof header, deadline_)) fd = recv_fd(socket->fd(), deadline_);
   int error = stopped() ? ECANCELED : errno;
-  if (header.kind == Ctl::Error) return failed_before(leader, "cannot get the shared memory of", header);
-  if (!fd) return link_failed(leader, "cannot get the shared memory of", describe_error(error), error);
+  if (!fd && has_bad_news(self.token)) return told_before(leader, kGettingSegment);
+  if (!fd) return link_failed(leader, kGettingSegment, describe_error(error), error);
   uint64_t ring = header.tag;
-  if (ring < 512 || ring > ring_bytes || (ring & (ring - 1)))
-    return link_failed(leader, "cannot get the shared memory of",
-                       "rings of " + std::to_string(ring) + " bytes", 0);
+  if (header.kind != Ctl::Segment || ring < 512 || ring > ring_bytes || (ring & (ring - 1)))
+    return link_failed(leader, kGettingSegment, "rings of " + std::to_string(ring) + " bytes", 0);
   segment_ = std::make_shared<Segment>(local_count_, size_t(ring));
   return segment_->open(std::move(fd));
 }
@@ -480,22 +561,16 @@ ncclResult_t Session::gone_from_here(int q, const char* doing) {
   return cut_off(q, doing, "it has failed or was aborted");
 }
 
-// A connection ended during creation: its rank has failed, and may have sent the reason.
-ncclResult_t Session::said_before(int q, const char* doing, int error) {
-  CtlHeader header;
-  if (recv_all(peer(q).control->fd(), &header, sizeof header, after_ms(100)) && header.kind == Ctl::Error)
-    return failed_before(q, doing, header);
-  return link_failed(q, doing, describe_error(error), error);
-}
-
-// A peer's creation failed, and it has sent the reason.
-ncclResult_t Session::failed_before(int q, const char* doing, const CtlHeader& header) {
-  std::vector<char> body(std::min<size_t>(header.bytes, sizeof(ErrorHead) + kMaxText));
-  if (!recv_all(peer(q).control->fd(), body.data(), body.size(), deadline_))
-    return link_failed(q, doing, describe_error(errno), errno);
-  owner_.sink()->frame(q, header, Blob::of(std::move(body)));
-  if (owner_.error() == ncclSuccess) return link_failed(q, doing, "it failed", 0);
-  return fail(owner_.error_code(), "rank %d of %d: %s", rank, nranks, owner_.error_text().c_str());
+// A rank has told of an end or a failure while this one waited for `q`.
+ncclResult_t Session::told_before(int q, const char* doing) {
+  attach(self.token);
+  int told = q;
+  {
+    std::lock_guard<std::mutex> lock(mutex);
+    for (int r = 0; r < nranks; ++r)
+      if (peer(r).gone) told = r;
+  }
+  return cut_off(told, doing, "it died, has failed or was aborted");
 }
 
 ncclResult_t Session::take_segment(int first) {
@@ -508,10 +583,9 @@ ncclResult_t Session::take_segment(int first) {
     offers.changed.wait_until(lock, std::min<Deadline>(deadline_, Clock::now() + kLook));
     if (offers.segments.count(key)) continue;
     lock.unlock();
-    if (stopped()) return link_failed(first, "cannot get the shared memory of", "aborted", 0);
-    if (!lives_here(key)) {
-      return gone_from_here(first, "cannot get the shared memory of");
-    }
+    if (stopped()) return link_failed(first, kGettingSegment, "aborted", 0);
+    if (!lives_here(key)) return gone_from_here(first, kGettingSegment);
+    if (has_bad_news(self.token)) return told_before(first, kGettingSegment);
     if (Clock::now() >= deadline_)
       return fail(ncclTimeout, "rank %d of %d timed out waiting for the shared memory of rank %d", rank,
                   nranks, first);
@@ -646,19 +720,20 @@ ncclResult_t Session::say(const Tags& tags, const std::vector<int>& ranks, const
   for (size_t i = 0; i < ranks.size(); ++i) {
     int q = ranks[i];
     if (q == rank) continue;
-    SocketPtr control;
-    bool linked;
-    {
-      std::lock_guard<std::mutex> lock(mutex);
-      control = peer(q).control;
-      linked = peer(q).linked && !peer(q).gone;
-    }
-    if (linked && !control)
-      post(peer(q).info.token, rank, Ctl::Exchange, tags[i], mine);
-    else if ((!linked || !control->send_frame(Ctl::Exchange, tags[i], mine)) && lost < 0)
-      lost = q;
+    if (!deliver(q, Ctl::Exchange, tags[i], mine) && lost < 0) lost = q;
   }
   return lost < 0 ? ncclSuccess : cut_off(lost, what, "it died or left");
+}
+
+bool Session::deliver(int to, Ctl kind, uint64_t tag, const Blob& body) {
+  LinePtr line;
+  {
+    std::lock_guard<std::mutex> lock(mutex);
+    if (!peer(to).linked || peer(to).gone) return false;
+    line = peer(to).line;
+  }
+  if (line) return line->send(peer(to).info.token, rank, kind, tag, body);
+  return post(peer(to).info.token, rank, kind, tag, body), true;
 }
 
 void Session::exchanged(int from, uint64_t tag, const Blob& body) {

@@ -25,7 +25,7 @@ struct Leaving {
 struct Peer {
   explicit Peer(const PeerInfo& info_) : info(info_) {}
   const PeerInfo& info;  // in the session's table
-  SocketPtr control;     // under Session::mutex; none to a rank of this process
+  LinePtr line;          // under Session::mutex; none to a rank of this process
   bool linked = false;   // under it: frames reach the peer
   Link link;
   int local = -1;                   // index in the host's segment; -1 on another host
@@ -95,13 +95,14 @@ class Session {
   void stop();           // makes the creation and exchanges fail
   bool stopped() const { return stop_.is_set(); }
 
-  // Exchanges a blob with every rank over the control links; `all` is in the order of `ranks`. Each pair of
+  // Exchanges a blob with every rank over the lines; `all` is in the order of `ranks`. Each pair of
   // ranks numbers its exchanges, so every peer has its own tag.
   using Tags = std::vector<uint64_t>;
   ncclResult_t exchange(const Tags& tags, const std::vector<int>& ranks, const std::vector<char>& mine,
                         std::vector<Blob>* all, const char* what);
   bool awaits(int q);  // an exchange has not heard of a rank
   void arrived(const Hello& hello, SocketPtr socket);
+  void has_news();  // for the creation: look again
   void exchanged(int from, uint64_t tag, const Blob& body);
   // Sends a frame to this rank itself. It arrives after every frame that was sent before between ranks of
   // this process.
@@ -154,13 +155,19 @@ class Session {
   ncclResult_t check_devices();
   ncclResult_t open_links();
   ncclResult_t check_descriptors();
-  SocketPtr await_arrival(HelloKind kind, int from, std::string* why);
+  ncclResult_t open_lines();
+  ncclResult_t call(int q, int attempt);
+  ncclResult_t check_alive(int q);
+  ncclResult_t await_news(uint64_t seen, int q, const char* doing);
+  ncclResult_t open_data_links(int q);
+  ncclResult_t await_arrival(HelloKind kind, int from, const char* doing, SocketPtr* socket);
+  ncclResult_t told_before(int q, const char* doing);
+  bool deliver(int to, Ctl kind, uint64_t tag, const Blob& body);
+  uint64_t seen_news();
   ncclResult_t share_segment();
   ncclResult_t create_segment();
   ncclResult_t receive_segment(int leader);
   ncclResult_t gone_from_here(int peer, const char* doing);
-  ncclResult_t failed_before(int peer, const char* doing, const CtlHeader& header);
-  ncclResult_t said_before(int peer, const char* doing, int error);
   ncclResult_t take_segment(int first);
   ncclResult_t attach_pipes();
   void say_settings();
@@ -191,7 +198,8 @@ class Session {
   uint64_t nonce_[2];
   Blob settings_;
   std::map<std::pair<int, int>, SocketPtr> waiting_;  // arrivals by kind and rank, during creation
-  bool all_arrived_ = false, disconnected_ = false;
+  uint64_t news_ = 0;                                 // how often there were some
+  bool all_linked_ = false, all_arrived_ = false, disconnected_ = false;
   Deadline tell_by_ = kForever;                       // to tell ranks without a link of a failure
   std::vector<Gathering*> gatherings_;                // exchanges that wait
   std::map<std::pair<int, uint64_t>, Blob> untaken_;  // blobs that came before their exchange
