@@ -17,6 +17,7 @@ import pynccl
 from conftest import RELEASES, ROOT, Run, clean_environment
 from null_library import FUNCTIONS
 from processes import completed
+from terminals import in_terminal
 
 Compile = Callable[..., str]
 INFO = (
@@ -524,7 +525,7 @@ def test_completion(words: str, found: list[str], run_python: Run) -> None:
 
 def completion_line(shell: str) -> str:
     """Return the line that the docs give for a shell's start-up file."""
-    (line,) = re.findall(rf"^- {shell}: `(.+)`$", (ROOT / "docs/reference/commands.md").read_text(), re.M)
+    (line,) = re.findall(rf"^- {shell}: `(.+?)`", (ROOT / "docs/reference/commands.md").read_text(), re.M)
     return str(line)
 
 
@@ -533,10 +534,18 @@ def with_pynccl(**more: str) -> dict[str, str]:
     return clean_environment() | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"} | more
 
 
+def needs_shell(name: str) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(shutil.which(name) is None, reason=f"{name} is not installed")
+
+
+# What is typed, and the word that is completed.
+BEGUN = {"pynccl do": "doctor", "pynccl run --res": "--restarts", "pynccl bench all_re": "all_reduce"}
+
+
 def test_bash_completes() -> None:
     """By the line in the docs, and as bash calls what it has defined."""
     asks = """
-    for words in 'pynccl do' 'pynccl run --res'; do
+    for words in "$@"; do
       COMP_WORDS=($words) COMP_CWORD=$((${#COMP_WORDS[@]} - 1)) COMPREPLY=()
       function=$(complete -p pynccl | sed 's/.*-F \\([^ ]*\\) .*/\\1/')
       $function pynccl "${COMP_WORDS[COMP_CWORD]}"
@@ -544,28 +553,28 @@ def test_bash_completes() -> None:
     done
     """
     script = f"set -e\n{completion_line('bash')}\n{asks}"
-    done = completed(["bash", "--norc", "-c", script], env=with_pynccl())
-    assert (done.stdout, done.stderr) == ("doctor\n--restarts\n", "")
+    done = completed(["bash", "--norc", "-c", script, "bash", *BEGUN], env=with_pynccl())
+    assert (done.stdout.splitlines(), done.stderr) == (list(BEGUN.values()), "")
 
 
-@pytest.mark.parametrize(
-    ("shell", "defines", "current", "answer"),
-    [
-        # Kind, word and help, each on a line.
-        ("zsh", "compdef _pynccl_completion pynccl", "1", "plain\ndoctor\n"),
-        # Kind, word and help.
-        ("fish", "complete --no-files --command pynccl", "do", "plain,doctor\t"),
-    ],
-)
-def test_other_shells_complete(shell: str, defines: str, current: str, answer: str) -> None:
-    """The script, what it asks for, and that the shell reads the script where there is one."""
-    (asked,) = re.findall(rf"_PYNCCL_COMPLETE={shell}_source pynccl", completion_line(shell))
-    script = completed(["sh", "-c", asked], env=with_pynccl()).stdout
-    assert defines in script and f"_PYNCCL_COMPLETE={shell}_complete" in script
-    if shutil.which(shell):
-        assert completed([shell, "-n", "-c", script]).returncode == 0
-    variables = {"_PYNCCL_COMPLETE": f"{shell}_complete", "COMP_WORDS": "pynccl do", "COMP_CWORD": current}
-    assert completed(["pynccl"], env=with_pynccl(**variables)).stdout.startswith(answer)
+@needs_shell("fish")
+def test_fish_completes(tmp_path: Path) -> None:
+    asks = "; ".join(f"complete -C '{words}'" for words in BEGUN)
+    script = f"{completion_line('fish')}; {asks}"
+    done = completed(["fish", "--no-config", "-c", script], env=with_pynccl(HOME=str(tmp_path)))
+    # Each word stands before its help.
+    assert [line.partition("\t")[0] for line in done.stdout.splitlines()] == list(BEGUN.values())
+
+
+@needs_shell("zsh")
+def test_zsh_completes(tmp_path: Path) -> None:
+    """As typed: Tab, and `echo` in front of the line."""
+    typed = "".join(f"{words}\t\x01echo \n" for words in BEGUN)
+    typed = f"autoload -U compinit; compinit -D -u; {completion_line('zsh')}\n{typed}exit\n"
+    shown, code = in_terminal(["zsh", "-f", "-i"], with_pynccl(HOME=str(tmp_path)), typed=typed)
+    assert code == 0
+    lines = [line for line in shown if line.startswith("pynccl ") and "\t" not in line]
+    assert lines == [f"{words.rpartition(' ')[0]} {word}" for words, word in BEGUN.items()]
 
 
 def test_the_command_is_installed() -> None:
