@@ -928,7 +928,6 @@ def test_launchers(launcher: list[str]) -> None:
     ("what", "variables", "code", "words"),
     [
         (signal.SIGKILL, {}, 128 + signal.SIGKILL, "was killed by SIGKILL"),
-        # Without -T, whose default is none, the variable of all programs bounds the waits.
         pytest.param(
             signal.SIGSTOP,
             {"PYNCCL_TIMEOUT": "3"},
@@ -936,14 +935,27 @@ def test_launchers(launcher: list[str]) -> None:
             "rank 1 is not responding: ",
             marks=pytest.mark.slow,
         ),
+        pytest.param(
+            signal.SIGSTOP,
+            {"LONGEST_WAIT": "3"},
+            1,
+            " did not complete ",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_rank_that_dies_or_hangs_ends_the_run(
-    what: signal.Signals, variables: dict[str, str], code: int, words: str
+    tmp_path: Path, what: signal.Signals, variables: dict[str, str], code: int, words: str
 ) -> None:
+    """Without -T, the variable of all programs bounds the waits, or an hour, of which this makes seconds."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os\n"
+        "from pynccl._tools.bench import settings\n"
+        "settings.LONGEST_WAIT = int(os.environ.get('LONGEST_WAIT', settings.LONGEST_WAIT))\n"
+    )
     args = ["-n", "3", "all_reduce", "-b", "4K", "-e", "4K", "-N", "0"]
     command = [sys.executable, "-m", "pynccl", "bench", *args]
-    with piped(command, env=environment(**variables)) as process:
+    with piped(command, env=environment(PYTHONPATH=str(tmp_path), **variables)) as process:
         assert process.stdout is not None
         seen = ""
         for seen in process.stdout:

@@ -230,7 +230,7 @@ TELLS = """
 #include <stdio.h>
 #include <unistd.h>
 #define REAL(name) ((__typeof__(&name))dlsym(RTLD_NEXT, #name))
-int pyncclCpuStreamAwait(ncclComm_t, cudaStream_t, long);
+int pyncclCpuStreamSynchronize(ncclComm_t, cudaStream_t, long);
 ncclResult_t ncclAllReduce(const void* s, void* r, size_t n, ncclDataType_t type, ncclRedOp_t op,
                            ncclComm_t comm, cudaStream_t stream) {
   if (n == 25000) fprintf(stderr, "c %p %p\\n", s, r);
@@ -240,8 +240,8 @@ ncclResult_t ncclAllReduce(const void* s, void* r, size_t n, ncclDataType_t type
   }
   return REAL(ncclAllReduce)(s, r, n, type, op, comm, stream);
 }
-int pyncclCpuStreamAwait(ncclComm_t comm, cudaStream_t stream, long slice) {
-  int result = REAL(pyncclCpuStreamAwait)(comm, stream, slice);
+int pyncclCpuStreamSynchronize(ncclComm_t comm, cudaStream_t stream, long slice) {
+  int result = REAL(pyncclCpuStreamSynchronize)(comm, stream, slice);
   // Else the slice has passed.
   if (result == 0) {
     fprintf(stderr, "w\\n");
@@ -298,13 +298,13 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
     return found
 
 
-# With each of FLAGS, the timed iterations: calls, groups, waits and meetings.
+# With each of FLAGS, the timed iterations: calls, groups, waits, and meetings, which end with a wait.
 TIMED = {
     "": "cccw",
     "-m 4": "gcccce" * 3 + "w",
-    "-z 1": "cwm" * 3 + "w",
+    "-z 1": "cwmw" * 3 + "w",
     "-z 2": "cw" * 3 + "w",
-    "-z 3": "cwm" * 3 + "w",
+    "-z 3": "cwmw" * 3 + "w",
     "-C 1": "cccw",
 }
 
@@ -316,10 +316,10 @@ def test_how_often_and_when_the_library_is_called(told: Told) -> None:
         return "".join(words[0] for words in told[flags][0] if len(words[0]) == 1)
 
     for flags, timed in TIMED.items():
-        assert re.fullmatch(f"w*(cwm{timed}w){{2}}w*", asked(flags)), (flags, asked(flags))
-    assert re.fullmatch("w*ccw(cwmcccww){2}w*", asked("-w 2")), asked("-w 2")
+        assert re.fullmatch(f"w*(cwmw{timed}w){{2}}w*", asked(flags)), (flags, asked(flags))
+    assert re.fullmatch("w*ccw(cwmwcccww){2}w*", asked("-w 2")), asked("-w 2")
     # Ranks meet before a call whose data they have written.
-    assert re.fullmatch("w*(mcwmcccww(mcww){2}){2}w*", asked("-c 2")), asked("-c 2")
+    assert re.fullmatch("w*(mwcwmwcccww(mwcww){2}){2}w*", asked("-c 2")), asked("-c 2")
 
 
 def test_what_the_times_hold(told: Told) -> None:

@@ -34,7 +34,7 @@ from pynccl._tools.bench.peers import PEERS, WITHOUT_PEERS
 from pynccl._tools.bench.progress import Progress
 from pynccl._tools.bench.ranks import World, color
 from pynccl._tools.bench.report import Report
-from pynccl._tools.bench.settings import Settings
+from pynccl._tools.bench.settings import LONGEST_WAIT, Settings
 from pynccl.bootstrap import _environment
 
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
@@ -117,7 +117,7 @@ _FLAGS: tuple[tuple[str, str, click.ParamType[Any], str], ...] = (
     ("root", "r", _Root(), "Root, or all."),
     ("blocking", "z", _choice(3), "1: wait and meet after each call; 2: wait; 3: wait and meet, untimed."),
     ("stream_null", "y", _choice(1), "1: use the NULL stream."),
-    ("timeout", "T", _ZERO, "Seconds after which a wait ends the run; 0: none."),
+    ("timeout", "T", _ZERO, f"Seconds after which a wait ends the run; 0: {LONGEST_WAIT}."),
     ("report_cputime", "C", _choice(1), "1: report the time of the calls on the host."),
     ("report_timestamps", "S", _choice(1), "1: end each line with the time of day."),
     ("output_file", "J", click.Path(dir_okay=False), "Also write a new .json file."),

@@ -30,7 +30,7 @@ class Comparison:
 
     def __init__(self, bench: Bench, fail: Callable[[str], None]) -> None:
         self._bench = bench
-        self._watch = _Watch(bench.settings.timeout, fail)
+        self._watch = _Watch(bench.settings.longest_wait, fail)
         with self._watch.over("the peers' start"):
             self.peers = [PEERS[name](bench.world) for name in bench.settings.compare]
 
@@ -119,14 +119,13 @@ class Comparison:
 
 
 class _Watch:
-    """Ends this process, and so the job, when a call takes longer than -T: a peer's cannot be interrupted."""
+    """Ends this process, and so the job, when a call takes longer than a wait may: a peer's cannot be interrupted."""
 
     def __init__(self, seconds: float, fail: Callable[[str], None]) -> None:
         self._seconds, self._fail = seconds, fail
         self._what: str | None = None
         self._moves = 0
-        if seconds:
-            threading.Thread(target=self._run, daemon=True).start()
+        threading.Thread(target=self._run, daemon=True).start()
 
     def moved(self) -> None:
         """Say that a call has ended."""

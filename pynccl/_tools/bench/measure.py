@@ -231,9 +231,8 @@ class Bench:
         )
 
     def _complete(self) -> None:
-        limit = float(self.settings.timeout) or None
         for seat in self.seats:
-            seat.comm.synchronize(seat.stream, timeout=limit)
+            seat.comm.synchronize(seat.stream, timeout=self.settings.longest_wait)
 
     # --- data ---
 

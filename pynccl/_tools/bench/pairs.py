@@ -22,8 +22,8 @@ PROGRAMS = ("sendrecv", "put_signal")
 # A link is clearly slower than the others from this multiple of the median time on.
 CLEARLY = 2
 _ROUNDS = 3
-# Ranks that wait for their turn, and all without -T.
-_LONGEST_WAIT = 24 * 3600.0
+# Seconds for ranks that wait for their turn.
+_LONGEST_TURNS = 24 * 3600.0
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Pairs:
 
     def _limit(self, measured: bool) -> float:
         """Return the seconds to wait for the others; who was measured finds all others waiting already."""
-        return float(measured and self._settings.timeout) or _LONGEST_WAIT
+        return self._settings.longest_wait if measured else _LONGEST_TURNS
 
     def _store(self) -> Store:
         address = ""
@@ -170,7 +170,7 @@ class Pairs:
 
     def _waited(self, call: Callable[[], Any]) -> Callable[[], None]:
         comm, stream = self._seat.comm, self._seat.stream
-        limit = float(self._settings.timeout) or None
+        limit = self._settings.longest_wait
 
         def waited() -> None:
             call()

@@ -107,7 +107,7 @@ class Gloo(Peer):
         self.torch: Any = importlib.import_module("torch")
         self.dist: Any = importlib.import_module("torch.distributed")
         self._owner = not self.dist.is_initialized()
-        timeout = timedelta(seconds=world.settings.timeout) if world.settings.timeout else None
+        timeout = timedelta(seconds=world.settings.longest_wait)
         if self._owner:
             store = self._store(world)
             self.dist.init_process_group(

@@ -142,11 +142,7 @@ class World:
         self.exchange(thread, None, self._meet)
 
     def _meet(self) -> None:
-        self.control.barrier(timeout=self._limit)
-
-    @property
-    def _limit(self) -> float | None:
-        return float(self.settings.timeout) or None
+        self.control.barrier(timeout=self.settings.longest_wait)
 
     def exchange(self, thread: int, value: Any, action: Callable[[], Any] | None = None) -> Any:
         """Return what every thread of this process said, or what an action returns, once all have come."""
@@ -191,7 +187,7 @@ class World:
         )
         stream = pynccl.Stream()
         self.control.all_gather(send, recv, stream=stream)
-        self.control.synchronize(stream, timeout=self._limit)
+        self.control.synchronize(stream, timeout=self.settings.longest_wait)
         stream.destroy()
         return memory.read(mine.dtype, mine.size * size, mine.nbytes)
 

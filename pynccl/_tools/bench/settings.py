@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+# Seconds after which a wait ends the run without -T: a rank that hangs must not hold it for ever.
+LONGEST_WAIT = 3600
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -50,6 +53,11 @@ class Settings:
     # Where rank 0 shows its progress, and whether it writes its output there, too.
     terminal: str | None = None
     onto_terminal: bool = False
+
+    @property
+    def longest_wait(self) -> float:
+        """The seconds after which a wait ends the run."""
+        return float(self.timeout or LONGEST_WAIT)
 
     @property
     def ranks_each(self) -> int:
