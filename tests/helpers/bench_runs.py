@@ -15,7 +15,7 @@ from processes import completed
 LINE = re.compile(
     r"(?P<size>[ \d]{12})  (?P<count>[ \d]{12})  (?P<type>[ \w]{8})  (?P<op>[ \w]{6})  (?P<root>[ \d-]{6})"
     r"(  (?P<time>[ \d.e+]{7})  [ \d.e+]{6}  [ \d.e+]{6}  (?P<wrong>[ \d]{6}))"
-    r"(  [ \d.e+]{7}  [ \d.e+]{6}  [ \d.e+]{6}  (?P<wrong_in_place>[ \dN/A]{6}))"
+    r"(  [ \d.e+]{7}  [ \d.e+]{6}  [ \d.e+]{6}  (?P<wrong_in_place>[ \d]{6}|  N/A))"
     r"(?P<more>.*)"
 )
 

@@ -292,7 +292,7 @@ def test_steps_cycles_and_roots() -> None:
 def test_without_a_check() -> None:
     done = bench(2, "all_gather", "-b", "4K", "-e", "4K", "-c", "0")
     assert done.returncode == 0
-    assert done.stdout.count("   N/A") == 2
+    assert done.stdout.count("    N/A") == 2
 
 
 @pytest.mark.parametrize("program", ["all_reduce", "sendrecv", "put_signal"])

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 
+import pynccl
 from bench_runs import changed_library, environment
 from processes import completed
+from pynccl import capi
+from pynccl._tools.bench.measure import Case, Half
+from pynccl._tools.bench.operations import OPERATIONS, Counts, Shape
+from pynccl._tools.bench.progress import Progress
+from pynccl._tools.bench.report import Report
 from pynccl._tools.bench.settings import Settings
 
 HERE = Path(__file__).parent
@@ -114,6 +122,7 @@ def masked(text: str) -> list[str]:
 def _columns(line: str, widths: list[int]) -> str:
     line, rest = line[:52], line[52:]
     for width in widths:
+        width = 5 if rest.startswith("    N/A") else width
         column, rest = rest[: 2 + width], rest[2 + width :]
         figure = re.fullmatch(rf"  (?= *[\d.]+(e[+-]\d\d)?$).{{{width}}}", column)
         line += column if column.strip() in ("0", "N/A") or not figure else "#".rjust(2 + width)
@@ -123,6 +132,221 @@ def _columns(line: str, widths: list[int]) -> str:
 def test_the_lines_of_other_flags(outputs: tuple[dict[str, str], Path]) -> None:
     found = [line for name in FORMS for line in [f"=== {name}", *masked(outputs[0][name])]]
     assert found == (HERE / "formats.txt").read_text().splitlines()
+
+
+# --- what nccl-tests itself writes ---
+
+# What nvidia/nccl_tests_util.cu, src/util.cu of nccl-tests 2.19.6, has of other files and of CUDA.
+HEADERS = {
+    "util.h": """
+#pragma once
+#include <algorithm>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <ctime>
+#include "nccl.h"
+using std::max;
+#define NCCL_TESTS_VERSION "2.19.6"
+enum testResult_t { testSuccess, testNotImplemented };
+struct cudaDeviceProp { int pciDomainID, pciBusID, pciDeviceID; char name[256]; size_t totalGlobalMem; };
+inline void cudaGetDeviceCount(int* n) { *n = 1024; }
+inline void cudaGetDeviceProperties(cudaDeviceProp* prop, int) { *prop = {0, 0, 0, "CPU library", 0}; }
+#define CUDACHECK(call) call
+extern int test_ncclVersion;
+extern thread_local int is_main_thread;
+void writeTimestamp();
+struct memInfo_t { int64_t amount; const char* name; };
+struct IterStats { double min, max, avg, p50, p95, p99, stdev; };
+""",
+    "os.h": """
+inline int ncclTestGetPid() { return atoi(getenv("PID")); }
+#define ncclTestAsprintf asprintf
+""",
+}
+# Reads settings, then lines with both their halves, and writes them by that file.
+WRITER = """
+#include <iostream>
+#include <unistd.h>
+#include <vector>
+#include "nccl_tests_util.cu"
+int nThreads, nGpus, datacheck, warmup_iters, iters, agg_iters, parallel_init, blocking_coll, per_iter_timing;
+int per_iter_skip, cudaGraphLaunches, unalign, test_ncclVersion;
+size_t minBytes, maxBytes, stepBytes, stepFactor;
+thread_local int is_main_thread = 1;
+const char* ncclGetLastError(ncclComm_t) { return nullptr; }
+template <class T> T next() {
+  T value;
+  std::cin >> value;
+  return value;
+}
+int main(int argc, char** argv) {
+  std::cin >> test_ncclVersion >> nThreads >> nGpus >> minBytes >> maxBytes >> stepBytes >> stepFactor >>
+      warmup_iters >> iters >> agg_iters >> datacheck >> blocking_coll >> per_iter_timing >> per_iter_skip >>
+      parallel_init >> unalign;
+  bool onHost = next<int>(), timestamps = next<int>();
+  double least = next<double>();
+  jsonOutputInit(argv[1], argc, argv, environ);
+  size_t most = 0;
+  writeDeviceReport(&most, 0, 0, 1, 0, argv[2], argv[3]);
+  writeResultHeader(onHost, timestamps);
+  int errors = 0, halves = 0;
+  double bus = 0;
+  for (int lines = next<int>(); lines; lines--) {
+    size_t size = next<size_t>(), count = next<size_t>();
+    std::string type = next<std::string>(), op = next<std::string>();
+    writeBenchmarkLinePreamble(size, count, type.c_str(), op.c_str(), next<int>());
+    for (int inPlace = 0; inPlace < 2; inPlace++, halves++) {
+      double time = next<double>(), algBw = next<double>(), busBw = next<double>();
+      int64_t wrong = next<int64_t>();
+      writeBenchmarkLineBody(time, algBw, busBw, wrong >= 0, wrong, onHost, timestamps, !inPlace);
+      errors += wrong > 0;
+      bus += busBw;
+      if (!per_iter_timing) continue;
+      std::vector<double> processes(2 * iters), slowest(iters);
+      for (double& value : processes) value = next<double>();
+      for (int i = 0; i < iters; i++) slowest[i] = std::max(processes[i], processes[iters + i]);
+      IterStats stats;
+      computeIterStats(slowest.data() + per_iter_skip, iters - per_iter_skip, &stats);
+      writePerIterReport(&stats, slowest.data(), iters, per_iter_skip, !inPlace, processes.data(), 2);
+      if (inPlace && timestamps) writeTimestamp();
+    }
+    writeBenchmarkLineTerminator(iters, "");
+  }
+  bus /= halves;
+  writeResultFooter(&errors, &bus, least, argv[3]);
+  finalizeFooter();
+  writeErrors();
+  jsonOutputFinalize();
+}
+"""
+DEVICE = re.compile(r"#  Rank  0 Group  0 Pid +(\d+) on +(\S+) device .*")
+VERSION = 23203
+RUNS = [
+    Settings(maxbytes=1 << 36, stepfactor=2),
+    Settings(minbytes=0, iters=12, agg_iters=3, warmup_iters=0, check=0, blocking=1, unalign=3),
+    Settings(nthreads=2, ngpus=4, blocking=2, report_cputime=1, report_timestamps=1, parallel_init=1),
+    Settings(iters=7, per_iter_timing=1, blocking=3),
+    Settings(iters=30, per_iter_timing=1, per_iter_skip=4, report_timestamps=1, stepbytes=4096),
+]
+
+
+@pytest.fixture(scope="module")
+def writer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("writer")
+    for name, text in {**HEADERS, "writer.cpp": WRITER}.items():
+        (folder / name).write_text(text)
+    include = [folder, HERE / "nvidia", Path(pynccl.cpu_library()).parent / "forward/include"]
+    command = ["g++", "-std=c++17", *(f"-I{path}" for path in include), "writer.cpp", "-o", "writer"]
+    subprocess.run(command, cwd=folder, check=True, timeout=50)
+    return folder / "writer"
+
+
+def figure(random: Random, least: int, most: int) -> float:
+    """Return a figure of any number of digits, or 0."""
+    return random.choice((0.0, float(f"1e{most}"), *(10 ** random.uniform(least, most) for _ in range(9))))
+
+
+def some_half(random: Random, settings: Settings) -> Half:
+    wrong = random.choice((0, 1, 123_456, 12_345_678)) if settings.check else None
+    half = Half(figure(random, -3, 9), figure(random, -4, 6), figure(random, -4, 6), wrong)
+    if settings.per_iter_timing:
+        half.processes = [[10 ** random.uniform(-7, 2) for _ in range(settings.iters)] for _ in range(2)]
+        half.iterations = [max(times) for times in zip(*half.processes, strict=True)]
+    return half
+
+
+def some_case(random: Random) -> Case:
+    program = random.choice(("all_reduce", "all_gather", "broadcast", "reduce"))
+    op = random.choice(("sum", "avg", "mulsum")) if OPERATIONS[program].reduces else "none"
+    count, itemsize = random.choice((0, 1, 77, 1 << 20, 1 << 38)), random.choice((1, 8))
+    counts, shape = Counts(count, count, count // 2), Shape(count, itemsize, 4)
+    root = random.randrange(200) if OPERATIONS[program].rooted else -1
+    return Case(OPERATIONS[program], "f8e4m3" if itemsize == 1 else "double", op, root, 0, shape, counts)
+
+
+@pytest.mark.parametrize("least", [None, "1000", "1e9"])
+@pytest.mark.parametrize("run", range(len(RUNS)))
+def test_the_writer_of_nccl_tests(
+    outputs: tuple[dict[str, str], Path],
+    writer: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    run: int,
+    least: str | None,
+) -> None:
+    """nccl-tests' own code, given the same figures, writes the same lines and the same document."""
+    random, mine, theirs = Random(run), tmp_path / "mine.json", tmp_path / "theirs.json"
+    settings = replace(RUNS[run], output_file=str(mine))
+    # This process loads no library.
+    monkeypatch.setattr(capi, "ncclGetVersion", lambda: VERSION)
+    if least is None:
+        monkeypatch.delenv("NCCL_TESTS_MIN_BW", raising=False)
+    else:
+        monkeypatch.setenv("NCCL_TESTS_MIN_BW", least)
+    lines = [(some_case(random), some_half(random, settings), some_half(random, settings)) for _ in range(40)]
+    device = next(match for line in outputs[0]["all_reduce"].splitlines() if (match := DEVICE.match(line)))
+
+    names = "nthreads ngpus minbytes maxbytes stepbytes stepfactor warmup_iters iters agg_iters check blocking"
+    names += " per_iter_timing per_iter_skip parallel_init unalign report_cputime report_timestamps"
+    words = [VERSION, *(getattr(settings, name) for name in names.split()), least or -1]
+    words.append(len(lines))
+    for case, *halves in lines:
+        words += [case.nbytes, case.counts.param, case.type_name, case.op, case.root]
+        for half in halves:
+            words += [half.microseconds, half.algorithm, half.bus, -1 if half.wrong is None else half.wrong]
+            words += [seconds for times in half.processes for seconds in times]
+    done = completed(
+        [writer, theirs, device[2], "all_reduce_perf"],
+        input=" ".join(map(str, words)),
+        env=environment(PID=device[1]),
+    )
+    assert done.returncode == 0, done.stderr
+
+    report = Report(settings, "all_reduce", 4, Progress(None, None))
+    report.header([device[0]] * settings.ranks_each)
+    for case, *halves in lines:
+        report.begin(case)
+        for half, in_place in zip(halves, (False, True), strict=True):
+            report.half(half, in_place)
+        report.end()
+    report.footer(None)
+    found, expected = capsys.readouterr().out.splitlines(), done.stdout.splitlines()
+    # Only these differ: the name, the clock, the file, and a device's number.
+    assert found.pop(1).startswith("# pynccl bench version ") and expected.pop(1).startswith("# nccl-tests ")
+    assert list(map(same, found)) == list(map(same, expected))
+    assert device[0] in expected
+
+    documents = [json.loads(path.read_text()) for path in (mine, theirs)]
+    for document in documents:
+        del document["config"]["devices"][1:]
+        for name in ("args", "env", "start_time", "end_time"):
+            assert document.pop(name)
+    compare(*documents)
+
+
+def same(line: str) -> str:
+    line = re.sub(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d", "(a time)", line)
+    line = line.replace("CUDA event timing;", "host timing, each iteration waited for;")
+    line = re.sub(r"^(#  Rank) .*", r"\1", line)
+    return re.sub(r"(JSON output to ).*", r"\1", line)
+
+
+def compare(mine: Any, theirs: Any, place: str = "") -> None:
+    """Both hold the same; numbers have six decimals."""
+    if isinstance(theirs, dict):
+        assert set(mine) == set(theirs), place
+        for name, value in theirs.items():
+            compare(mine[name], value, f"{place}.{name}")
+    elif isinstance(theirs, list):
+        assert len(mine) == len(theirs), place
+        for i, value in enumerate(theirs):
+            compare(mine[i], value, f"{place}[{i}]")
+    elif isinstance(theirs, float):
+        assert mine == pytest.approx(theirs, abs=1.1e-6, rel=1e-12), place
+    else:
+        assert mine == theirs, place
 
 
 # --- documents and tables ---

@@ -192,7 +192,8 @@ class Report:
     def half(self, half: Half, in_place: bool) -> None:
         """Write one half of a line."""
         s, name = self._settings, "in_place" if in_place else "out_of_place"
-        wrong = "   N/A" if half.wrong is None else f"{half.wrong:6g}"
+        # One column less, as there.
+        wrong = "  N/A" if half.wrong is None else f"{half.wrong:6g}"
         self._print(
             f"  {number(half.microseconds, 7)}  {number(half.algorithm, 6)}  {number(half.bus, 6)}  {wrong}",
             end="",
