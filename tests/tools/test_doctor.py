@@ -21,7 +21,7 @@ import pytest
 
 import fake_nccl
 import pynccl
-from bench_runs import changed_library
+from bench_runs import changed_library, library_with
 from conftest import ROOT, clean_environment
 from hosts import Hosts, needs_root
 from hosts import joined as joined_hosts
@@ -370,6 +370,18 @@ def with_interfaces(*names: str) -> list[str]:
 def test_the_interface_that_is_chosen(names: str, level: str, chosen: str) -> None:
     found = doctor("--only", "network", prefix=with_interfaces(*names.split()))
     assert only(found, "interface", level)["text"].startswith(f"{chosen} ")
+
+
+@needs_root
+def test_an_address_of_one_link() -> None:
+    """It is a trap for who names its interface; without a name it comes last."""
+    prefix = within(
+        "ip link add eth0 type veth peer name veth0; ip addr add 169.254.7.1/16 dev eth0; "
+        "ip link set eth0 up; ip link set veth0 up; "
+    )
+    for name, chosen in (("eth0", "eth0 169.254.7.1 "), ("", "lo 127.0.0.1 ")):
+        found = doctor("--only", "network", prefix=prefix, NCCL_SOCKET_IFNAME=name)
+        assert only(found, "interface", "warning")["text"].startswith(chosen)
 
 
 @needs_root
@@ -778,6 +790,16 @@ def joined(pid: int) -> bool:
         return False
     rows = [line.split() for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]]
     return any(f"socket:[{row[9]}]" in sockets and row[3] == "01" for row in rows)
+
+
+def test_a_wrong_sum(tmp_path: Path) -> None:
+    """Of one element of rank 1's, in one bit."""
+    wrong = 'if (n == 1 << 18 && atoi(getenv("RANK")) == 1) ((unsigned char*)r)[4 * 77777] ^= 1;'
+    library = {"PYNCCL_LIBRARY": library_with(tmp_path, wrong)}
+    first, _ = job("--only", "job", "--only", "all_reduce", each=[library] * 2)
+    assert first[0] == 2
+    text = only(findings(first), "all_reduce", "error")["text"]
+    assert text == "rank 1: all_reduce: wrong sums of 2 ranks"
 
 
 def test_rank_0_does_not_come() -> None:

@@ -194,6 +194,40 @@ def test_nothing_in_a_dump_becomes_part_of_the_page(
     assert chromium.errors == []
 
 
+# What a page does that some other text has got into.
+TAKEN = {
+    "script-src-elem": "make('script', {textContent: 'document.title = 1'})",
+    "script-src-attr": "const p = make('p', {}); p.setAttribute('onclick', 'document.title = 1'); p.click()",
+    "style-src-elem": "make('style', {textContent: 'body { color: red }'})",
+    "img-src": "make('img', {src: 'http://127.0.0.1:9/image'})",
+    "connect-src": "fetch('http://127.0.0.1:9/data').catch(() => 0)",
+    "frame-src": "make('iframe', {src: 'http://127.0.0.1:9/page'})",
+}
+TAKES = """
+const make = (name, values) => document.body.appendChild(Object.assign(document.createElement(name), values));
+new Promise((done) => {
+  document.addEventListener("securitypolicyviolation", (event) => done(event.effectiveDirective));
+  setTimeout(() => done("nothing was refused"), 5000);
+  WHAT;
+})
+"""
+
+
+@pytest.mark.parametrize("directive", TAKEN)
+def test_the_page_lets_nothing_else_run_or_load(
+    run_python: Run, tmp_path: Path, chromium: Browser, directive: str
+) -> None:
+    write(tmp_path, 0, 2, [reduce(1)])
+    page, _ = made(run_python, tmp_path)
+    chromium.open(page)
+    refused = chromium.run(f"{{{TAKES.replace('WHAT', TAKEN[directive])}}}")
+    title = chromium.run("document.title")
+    # The browser reports what it refuses; other tests use it, too.
+    chromium.settle()
+    chromium.errors.clear()
+    assert (refused, title) == (directive, "pynccl trace")
+
+
 def test_damaged_dumps_draw_without_errors(
     tmp_path: Path, chromium: Browser, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,9 +11,10 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from pynccl import _host
-from pynccl._errors import NcclError
+from pynccl._errors import NcclError, RankFailedError
 from pynccl._library import cuda, loader
 from pynccl._tools.doctor import network, probe, transports
 from pynccl._tools.doctor.finding import Finding, error, ok, warning
@@ -319,23 +320,25 @@ def _clocks(reports: dict[int, Report], probes: dict[int, bytes]) -> Iterator[Fi
 # --- all_reduce ---------------------------------------------------------------------------------------------
 
 
-def _measure(exchange: Exchange, deadline: float) -> transports.Times | str:
-    """Return the times, or the text of the failure."""
+def _measure(exchange: Exchange, deadline: float) -> transports.Times | dict[str, Any]:
+    """Return the times, or the text of the failure and whether another rank has caused it."""
     # Rank 0 also has to hear of it.
     seconds = max(1.0, (deadline - time.monotonic()) * 0.7)
     try:
         return transports.measure(exchange.rank, exchange.size, seconds)
     except (NcclError, OSError) as failure:
         # Further lines are advice, which the check library gives.
-        return str(failure).splitlines()[0].removesuffix(" Looked for:")
+        text = str(failure).splitlines()[0].removesuffix(" Looked for:")
+        return {"text": text, "other": isinstance(failure, RankFailedError)}
 
 
 def _ended(ends: dict[int, bytes], size: int) -> Iterator[Finding]:
     said = {rank: json.loads(end) for rank, end in ends.items()}
-    failures = [(rank, text) for rank, text in sorted(said.items()) if isinstance(text, str)]
+    failures = [(end["other"], rank, end["text"]) for rank, end in said.items() if isinstance(end, dict)]
     silent = [rank for rank in range(size) if rank not in said]
     if failures:
-        rank, text = failures[0]
+        # The rank that has caused it says why.
+        _, rank, text = min(failures)
         yield transports.failed(f"rank {rank}: {text}")
     elif silent:
         yield transports.failed(f"{rank_list(silent)} did not finish")
