@@ -222,6 +222,8 @@ int main(int argc, char** argv) {
 """
 DEVICE = re.compile(r"#  Rank  0 Group  0 Pid +(\d+) on +(\S+) device .*")
 VERSION = 23203
+READ = """nthreads ngpus minbytes maxbytes stepbytes stepfactor warmup_iters iters agg_iters check blocking
+    per_iter_timing per_iter_skip parallel_init unalign report_cputime report_timestamps"""
 RUNS = [
     Settings(maxbytes=1 << 36, stepfactor=2),
     Settings(minbytes=0, iters=12, agg_iters=3, warmup_iters=0, check=0, blocking=1, unalign=3),
@@ -288,9 +290,7 @@ def test_the_writer_of_nccl_tests(
     lines = [(some_case(random), some_half(random, settings), some_half(random, settings)) for _ in range(40)]
     device = next(match for line in outputs[0]["all_reduce"].splitlines() if (match := DEVICE.match(line)))
 
-    names = "nthreads ngpus minbytes maxbytes stepbytes stepfactor warmup_iters iters agg_iters check blocking"
-    names += " per_iter_timing per_iter_skip parallel_init unalign report_cputime report_timestamps"
-    words = [VERSION, *(getattr(settings, name) for name in names.split()), least or -1]
+    words = [VERSION, *(getattr(settings, name) for name in READ.split()), least or -1]
     words.append(len(lines))
     for case, *halves in lines:
         words += [case.nbytes, case.counts.param, case.type_name, case.op, case.root]

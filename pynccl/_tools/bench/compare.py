@@ -119,7 +119,7 @@ class Comparison:
 
 
 class _Watch:
-    """Ends this process, and so the job, when a call takes longer than a wait may: a peer's cannot be interrupted."""
+    """Ends this process, and so the job, when a call takes too long: a peer's cannot be interrupted."""
 
     def __init__(self, seconds: float, fail: Callable[[str], None]) -> None:
         self._seconds, self._fail = seconds, fail
