@@ -23,6 +23,7 @@ import pytest
 import pynccl
 from bench_runs import LINE, bench, changed_library, environment, library_with, lines, run
 from command_line import pynccl_command
+from conftest import ROOT
 from engines import Command, open_mpi, torchrun
 from meeting import until
 from processes import piped
@@ -128,6 +129,11 @@ def test_traffic_that_is_too_much(tmp_path: Path, file: str, words: str) -> None
     assert done.returncode == 1
     assert f"NCCL_TESTS_ALLTOALLV_MATRIX_FILE is '{matrix}'" in done.stderr
     assert words in done.stderr
+
+
+def test_make_bench_runs_every_program() -> None:
+    shown = run("make", "-n", "-C", str(ROOT), "bench").stdout
+    assert set(re.findall(r"pynccl bench -n 4 --cpu (\w+) ", shown)) == set(PROGRAMS)
 
 
 # --- JSON ---

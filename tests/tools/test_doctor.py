@@ -334,6 +334,9 @@ def test_a_process_far_from_its_device(tmp_path: Path, fake_gpus: dict[str, str]
     assert "device 0 is at NUMA node 0 (processors 5000-" in only(far, "NUMA", "warning")["text"]
     near = doctor("--only", "devices", "--root", tmp_path, LOCAL_RANK="1", **fake_gpus)
     assert "NUMA node 1, next to device 1" in only(near, "NUMA", "ok")["text"]
+    (tmp_path / "sys/bus/pci/devices/0000:02:00.0/numa_node").write_text("-1\n")
+    unknown = doctor("--only", "devices", "--root", tmp_path, LOCAL_RANK="1", **fake_gpus)
+    assert only(unknown, "NUMA", "ok")["text"] == "the NUMA node of device 1 is not known"
 
 
 # --- network ------------------------------------------------------------------------------------------------
@@ -465,7 +468,7 @@ def test_few_descriptors() -> None:
     assert text == "at most 200 open files; expected 1024 or more"
 
 
-def test_yama_and_containers(tmp_path: Path) -> None:
+def test_yama_and_containers(tmp_path: Path, compile_library: Callable[..., str]) -> None:
     (tmp_path / "proc/sys/kernel/yama").mkdir(parents=True)
     (tmp_path / "proc/sys/kernel/yama/ptrace_scope").write_text("1\n")
     (tmp_path / "proc/1").mkdir()
@@ -473,6 +476,9 @@ def test_yama_and_containers(tmp_path: Path) -> None:
     found = doctor("--only", "limits", "--root", tmp_path, container="podman")
     assert only(found, "Yama", "warning")["text"] == "ptrace_scope is 1"
     assert "signs: container=podman, kubepods;" in only(found, "container", "ok")["text"]
+    nvidias = compile_library(fake_nccl.source(21903), "libnccl.so.2")
+    found = doctor("--only", "limits", "--root", tmp_path, PYNCCL_LIBRARY=nvidias)
+    assert only(found, "Yama", "ok")["text"].endswith("which NVIDIA's library does not need")
     (tmp_path / "proc/sys/kernel/yama/ptrace_scope").write_text("0\n")
     (tmp_path / "proc/1/cgroup").write_text("0::/\n")
     found = doctor("--only", "limits", "--root", tmp_path)
