@@ -17,6 +17,7 @@ _COMMAND = re.compile(rf"(?:[A-Z_]+=\S+ )*(?:{_PROGRAMS}) (?!is|in|of|and)\S.*")
 # Each ends with success, and prints this.
 RUNS = {
     "pynccl run -n 4 examples/all_reduce.py": "rank 3 of 4: success",
+    "pynccl run -n 4 examples/asynchronous.py": "rank 3 of 4: all sums are right, the loop",
     "pynccl run -n 4 examples/halo_exchange.py": "rank 3 of 4: the three grids are equal",
     "pynccl run -n 4 examples/ring_all_reduce.py --plot ring.png": "rank 3 of 4: all sums are right",
     "pynccl run -n 3 examples/key_value_cache.py": "rank 2 of 3: 64 blocks, 2097152 bytes, received",

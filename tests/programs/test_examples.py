@@ -34,6 +34,12 @@ def test_all_reduce_by_mpi() -> None:
         assert f"rank {rank} of 4: success, 1000000 floats summed" in done.stdout
 
 
+def test_asynchronous() -> None:
+    done = launch(2, "asynchronous.py", "--layers", "3", "--width", "1000")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("all sums are right, the loop went on\n") == 2
+
+
 @pytest.mark.parametrize("nranks", [1, 4])
 def test_halo_exchange(nranks: int) -> None:
     done = launch(nranks, "halo_exchange.py", "--size", "48", "--steps", "51")
