@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mpi4py import MPI
 
@@ -14,10 +14,8 @@ from pynccl._library import loader
 from pynccl._memory import creation
 from pynccl._memory.window import Window
 from pynccl._values import is_int, shown
+from pynccl.mpi._comm import Comm
 from pynccl.mpi._messages import Block, Message, Region, one, part_of, place_of, target_of, whole
-
-if TYPE_CHECKING:
-    from pynccl.mpi import Comm
 
 # The most copies in one group, as in _staging.
 _BATCH = 256
@@ -251,8 +249,6 @@ class Win:
 
 
 def _comm(comm: Any) -> Comm:
-    from pynccl.mpi import Comm
-
     if not isinstance(comm, Comm):
         raise TypeError(f"comm is {shown(comm)}; expected a pynccl.mpi.Comm")
     return comm
