@@ -204,20 +204,21 @@ def raise_async_error(comm: int) -> int:
     return state
 
 
+# What creates a stream or an event, and what ends it.
+_Functions = tuple[Callable[[], int], Callable[[int], Any]]
+
+
 class _Owned(Hinting):
     """A stream or event of the current CUDA device or of the CPU library."""
 
-    # Functions that create it: of the CPU library, of CUDA.
-    _makers: tuple[Callable[[], int], Callable[[], int]]
-    _enders: tuple[Callable[[int], Any], Callable[[int], Any]]
-
     _handle = 0  # set for __del__, in case the creation fails
 
-    def __init__(self) -> None:
+    def __init__(self, on_cpu: _Functions, on_cuda: _Functions) -> None:
         self._pid = os.getpid()
         self._cpu = loader.backend() == "cpu"
+        create, self._end = on_cpu if self._cpu else on_cuda
         with on_device(device_to_use(None)):
-            self._handle = self._makers[not self._cpu]()
+            self._handle = create()
 
     def _live(self) -> int:
         if not self._handle:
@@ -231,7 +232,7 @@ class _Owned(Hinting):
         """Destroy it; no effect if repeated, or in a forked child, since the parent owns it."""
         handle, self._handle = self._handle, 0
         if handle and self._pid == os.getpid():
-            self._enders[not self._cpu](handle)
+            self._end(handle)
 
     def __del__(self) -> None:
         # At the interpreter's exit the driver may be gone.
@@ -263,12 +264,9 @@ class Stream(_Owned):
     ValueError. `with` does not make it the current stream.
     """
 
-    _makers = cpu_stream, cuda.stream_create
-    _enders = capi.pyncclCpuStreamDestroy, cuda.stream_destroy
-
     # Python's error for an argument names the class that defines this method.
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__((cpu_stream, capi.pyncclCpuStreamDestroy), (cuda.stream_create, cuda.stream_destroy))
 
     @property
     def handle(self) -> int:
@@ -360,14 +358,12 @@ class Stream(_Owned):
 class Event(_Owned):
     """A point in the work of a stream that other streams and the host can wait for."""
 
-    _makers = capi.pyncclCpuEventCreate, cuda.event_create
-    _enders = capi.pyncclCpuEventDestroy, cuda.event_destroy
-
     # The calls before the last record.
     calls: tuple[_Calls, ...] = ()
 
     def __init__(self) -> None:
-        super().__init__()
+        on_cpu = capi.pyncclCpuEventCreate, capi.pyncclCpuEventDestroy
+        super().__init__(on_cpu, (cuda.event_create, cuda.event_destroy))
 
     @property
     def handle(self) -> int:

@@ -96,38 +96,28 @@ class StoreKeys:
         """Keep the values: the store ends with its job."""
 
 
-class _Polled:
-    """Base of keys that can only be polled."""
-
-    where: str
+class _Unnoticed:
+    """Base of keys where the death of a process cannot be noticed."""
 
     def will(self, name: str, value: bytes) -> None:
-        """Do nothing: the death of a process cannot be noticed here."""
+        """Do nothing."""
 
     def withdraw(self) -> None:
         """Do nothing."""
 
-    def look(self, name: str) -> bytes | None:
-        """Return a value, or None if it is not set."""
-        raise NotImplementedError
 
-    def why(self) -> str:
-        """Return a possible reason for missing values, as the end of an error's text."""
-        return ""
-
-    def fetch(self, name: str, timeout: float) -> bytes:
-        """Wait until a value is set and return it; raise TimeoutError after `timeout` seconds."""
-        deadline, pause = time.monotonic() + timeout, _FIRST_PAUSE
-        while (value := self.look(name)) is None:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise TimeoutError(f"no rank set {name!r} in {self.where} within {timeout:g} s{self.why()}")
-            time.sleep(min(pause, left))
-            pause = min(2 * pause, _LONGEST_PAUSE)
-        return value
+def _poll(look: Callable[[str], bytes | None], name: str, timeout: float, where: str) -> bytes:
+    deadline, pause = time.monotonic() + timeout, _FIRST_PAUSE
+    while (value := look(name)) is None:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError(f"no rank set {name!r} in {where} within {timeout:g} s")
+        time.sleep(min(pause, left))
+        pause = min(2 * pause, _LONGEST_PAUSE)
+    return value
 
 
-class ObjectKeys(_Polled):
+class ObjectKeys(_Unnoticed):
     """Keys in an object with get(name) and set(name, bytes): a torch store, a dictionary in a Ray actor.
 
     For a missing name `get` may return None or raise. torch's `get` would wait, so `check` is called first.
@@ -174,10 +164,15 @@ class ObjectKeys(_Polled):
             )
         return bytes(value)
 
-    def why(self) -> str:
-        """Return a possible reason for missing values, as the end of an error's text."""
-        error = self._error
-        return f"; its get last raised {type(error).__name__}: {error}" if error is not None else ""
+    def fetch(self, name: str, timeout: float) -> bytes:
+        """Wait until a value is set and return it; raise TimeoutError after `timeout` seconds."""
+        try:
+            return _poll(self.look, name, timeout, self.where)
+        except TimeoutError as late:
+            error = self._error
+            if error is None:
+                raise
+            raise TimeoutError(f"{late}; its get last raised {type(error).__name__}: {error}") from error
 
     def claim(self, name: str) -> bool:
         """Return True for the first process that claims the name; without `add`, for all concurrent ones."""
@@ -199,7 +194,7 @@ class ObjectKeys(_Polled):
                     delete(self.prefix + name)
 
 
-class FolderKeys(_Polled):
+class FolderKeys(_Unnoticed):
     """Keys as files in a folder that every rank sees, on one machine or on a shared file system."""
 
     def __init__(self, path: str) -> None:
@@ -259,6 +254,10 @@ class FolderKeys(_Polled):
             os.scandir(self.path).close()
             return self._file(name).read_bytes()
         return None
+
+    def fetch(self, name: str, timeout: float) -> bytes:
+        """Wait until a value is set and return it; raise TimeoutError after `timeout` seconds."""
+        return _poll(self.look, name, timeout, self.where)
 
     def claim(self, name: str) -> bool:
         """Return True for the first process that claims the name, else False."""

@@ -25,9 +25,9 @@ _connected: dict[str, Communicator] = {}
 class _Collectives:
     """The collectives of both kinds, over a communicator that the first one makes."""
 
-    _name: str
-    _actors: list[Any]
-    _own_rank: int | None = None
+    def __init__(self, name: str, actors: list[Any]) -> None:
+        self._name, self._actors = name, actors
+        self._own_rank: int | None = None
 
     def initialize(self, rank: int) -> None:
         """Join, as this rank; Ray calls it in each actor."""
@@ -120,8 +120,8 @@ class HostCommunicator(_Collectives, CPUCommunicator):
 
     def __init__(self, actors: Sequence[Any]) -> None:
         """Take part with these actors, in the order of their ranks."""
+        _Collectives.__init__(self, self.generate_communicator_id(), _checked(actors))
         CPUCommunicator.__init__(self, len(actors), _checked(actors))
-        self._name, self._actors = self.generate_communicator_id(), _checked(actors)
 
 
 class DeviceCommunicator(_Collectives, GraphCommunicator):
@@ -143,7 +143,8 @@ class DeviceCommunicator(_Collectives, GraphCommunicator):
         actors = _checked(actor_handles)
         if world_size != len(actors):
             raise ValueError(f"world_size is {world_size}; expected {len(actors)}, the number of actors")
-        self._name, self._actors, self._streams = str(comm_id), actors, use_communication_streams
+        super().__init__(str(comm_id), actors)
+        self._streams = use_communication_streams
         self._send_to: Any = None
         self._receive_on: Any = None
         if rank is not None:

@@ -174,6 +174,39 @@ def test_nothing_uses_the_privates_of_a_base_in_another_module() -> None:
     assert not uses
 
 
+def test_no_class_has_a_stub_for_its_subclasses() -> None:
+    """No method that only raises, and no attribute that only subclasses set."""
+    derived = {base for (module, _), cls in classes().items() for base in bases(module, cls)}
+    stubs = []
+    for (module, name), cls in classes().items():
+        if "Protocol" in map(ast.unparse, cls.bases):
+            continue
+        methods = [node for node in cls.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+        stubs += [f"{module}.{name}.{method.name}" for method in methods if is_stub(method)]
+        if (module, name) in derived and not is_dataclass(cls):
+            open_ones = (node for node in cls.body if isinstance(node, ast.AnnAssign) and node.value is None)
+            # A schema of class variables says what its subclasses are.
+            named = {ast.unparse(n.target) for n in open_ones if "ClassVar" not in ast.unparse(n.annotation)}
+            stubs += [f"{module}.{name}.{one}" for one in sorted(named - assigned(cls))]
+    assert not stubs
+
+
+def is_stub(method: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    body = [ast.unparse(node) for node in method.body[ast.get_docstring(method) is not None :]]
+    only = ["..."], ["raise NotImplementedError"], ["raise NotImplementedError()"]
+    return body in only and "overload" not in map(ast.unparse, method.decorator_list)
+
+
+def is_dataclass(cls: ast.ClassDef) -> bool:
+    return any("dataclass" in ast.unparse(node) for node in cls.decorator_list)
+
+
+def assigned(cls: ast.ClassDef) -> set[str]:
+    """Return the attributes that a class sets in its own methods."""
+    nodes = (node for node in ast.walk(cls) if isinstance(node, ast.Attribute) and is_self(node.value))
+    return {node.attr for node in nodes if isinstance(node.ctx, ast.Store)}
+
+
 @cache
 def classes() -> dict[tuple[str, str], ast.ClassDef]:
     """Return the classes by module and name."""

@@ -7,7 +7,7 @@ import importlib.util
 import os
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
@@ -22,74 +22,76 @@ Call = Callable[[], object]
 IN_PLACE = ("all_reduce", "broadcast", "reduce")
 
 
-class Peer:
+class Peer(Protocol):
     """One library on this rank."""
 
     name: ClassVar[str]
-    module: ClassVar[str]
-    # The package's name in `pip install`.
-    package: ClassVar[str]
     # nccl-tests' names of the datatypes and reductions, and the library's.
     types: ClassVar[dict[str, str]]
     ops: ClassVar[dict[str, str]]
+    rank: int
 
-    def __init__(self, world: World) -> None:
-        self.rank, self.size = world.control.rank, world.control.size
+    def __init__(self, world: World) -> None: ...
 
     @property
     def version(self) -> str:
         """The library's version."""
-        raise NotImplementedError
 
     @classmethod
     def absent(cls) -> str | None:
         """Return why the library cannot be used on this machine."""
-        if importlib.util.find_spec(cls.module) is None:
-            return f"{cls.module} is not installed; expected it, as by pip install {cls.package}"
-        return None
 
     def call(self, case: Case, send: Any, recv: Any) -> Call | None:
         """Return a call that waits for its result; None: the library has no such operation."""
-        if case.type_name not in self.types or (case.operation.reduces and case.op not in self.ops):
-            return None
-        # A method has the name of its program.
-        method: Callable[..., Call] = getattr(self, case.operation.name)
-        return method(case, send, recv)
+
+    def lacks(self, error: Exception) -> bool:
+        """Tell whether an error of a call says that the library has no such operation."""
 
     def place(self, data: Array, case: Case) -> Any:
         """Copy an array to this library's memory."""
-        raise NotImplementedError
 
     def read(self, buffer: Any, dtype: np.dtype[Any]) -> Array:
         """Return what a buffer holds."""
-        raise NotImplementedError
 
     def clear(self, buffer: Any) -> None:
         """Fill a buffer with zeros."""
-        raise NotImplementedError
 
     def close(self) -> None:
         """Leave the library's group."""
 
-    def _sides(self) -> tuple[int, int]:
-        return (self.rank + 1) % self.size, (self.rank - 1) % self.size
 
-    def _shares(self, case: Case) -> tuple[list[int], list[int]]:
-        """Return the elements that this rank sends to each rank, and receives from each, in alltoallv."""
-        itemsize = case.shape.itemsize
-        sent = traffic(self.size, case.counts.param * self.size * itemsize) // itemsize
-        return sent[self.rank].tolist(), sent[:, self.rank].tolist()
+def _not_installed(module: str) -> str | None:
+    """Return why a library, whose package has the name of its module, cannot be used."""
+    if importlib.util.find_spec(module) is None:
+        return f"{module} is not installed; expected it, as by pip install {module}"
+    return None
+
+
+def _has(peer: Peer, case: Case) -> bool:
+    """Tell whether a library has the datatype and the reduction of a case."""
+    return case.type_name in peer.types and (not case.operation.reduces or case.op in peer.ops)
+
+
+def _sides(rank: int, size: int) -> tuple[int, int]:
+    return (rank + 1) % size, (rank - 1) % size
+
+
+def _shares(case: Case, rank: int, size: int) -> tuple[list[int], list[int]]:
+    """Return the elements that a rank sends to each rank, and receives from each, in alltoallv."""
+    itemsize = case.shape.itemsize
+    sent = traffic(size, case.counts.param * size * itemsize) // itemsize
+    return sent[rank].tolist(), sent[:, rank].tolist()
 
 
 # --- torch.distributed ---
 
 
-class Gloo(Peer):
+class Gloo:
     """torch.distributed's gloo backend, on CPU tensors."""
 
-    name, module, package = "gloo", "torch", "torch"
+    name: ClassVar[str] = "gloo"
     backend: ClassVar[str] = "gloo"
-    types: ClassVar = {
+    types: ClassVar[dict[str, str]] = {
         "int8": "int8",
         "uint8": "uint8",
         "int32": "int32",
@@ -99,11 +101,11 @@ class Gloo(Peer):
         "double": "float64",
         "bfloat16": "bfloat16",
     }
-    ops: ClassVar = {"sum": "SUM", "prod": "PRODUCT", "max": "MAX", "min": "MIN"}
+    ops: ClassVar[dict[str, str]] = {"sum": "SUM", "prod": "PRODUCT", "max": "MAX", "min": "MIN"}
     device = "cpu"
 
     def __init__(self, world: World) -> None:
-        super().__init__(world)
+        self.rank, self.size = world.control.rank, world.control.size
         self.torch: Any = importlib.import_module("torch")
         self.dist: Any = importlib.import_module("torch.distributed")
         self._owner = not self.dist.is_initialized()
@@ -130,6 +132,33 @@ class Gloo(Peer):
     def version(self) -> str:
         """The library's version."""
         return f"torch {self.torch.__version__}"
+
+    @classmethod
+    def absent(cls) -> str | None:
+        """Return why the library cannot be used on this machine."""
+        return _not_installed("torch")
+
+    def call(self, case: Case, send: Any, recv: Any) -> Call | None:
+        """Return a call that waits for its result; None: the library has no such operation."""
+        calls = {
+            "all_reduce": self._all_reduce,
+            "reduce": self._reduce,
+            "broadcast": self._broadcast,
+            "reduce_scatter": self._reduce_scatter,
+            "all_gather": self._all_gather,
+            "alltoall": self._alltoall,
+            "alltoallv": self._alltoallv,
+            "scatter": self._scatter,
+            "gather": self._gather,
+            "sendrecv": self._sendrecv,
+        }
+        return calls[case.operation.name](case, send, recv) if _has(self, case) else None
+
+    def lacks(self, error: Exception) -> bool:
+        """Tell whether an error of a call says that the library has no such operation."""
+        # Its errors have no codes, and differ by torch's versions.
+        text = str(error).lower()
+        return isinstance(error, NotImplementedError) or "support" in text or "implement" in text
 
     def place(self, data: Array, case: Case) -> Any:
         """Copy an array to a tensor."""
@@ -163,43 +192,43 @@ class Gloo(Peer):
     def _op(self, case: Case) -> Any:
         return getattr(self.dist.ReduceOp, self.ops[case.op])
 
-    def all_reduce(self, case: Case, send: Any, recv: Any) -> Call:
+    def _all_reduce(self, case: Case, send: Any, recv: Any) -> Call:
         return self._waiting(self.dist.all_reduce, recv, op=self._op(case))
 
-    def reduce(self, case: Case, send: Any, recv: Any) -> Call:
+    def _reduce(self, case: Case, send: Any, recv: Any) -> Call:
         return self._waiting(self.dist.reduce, recv, case.root, op=self._op(case))
 
-    def broadcast(self, case: Case, send: Any, recv: Any) -> Call:
+    def _broadcast(self, case: Case, send: Any, recv: Any) -> Call:
         return self._waiting(self.dist.broadcast, recv, case.root)
 
-    def reduce_scatter(self, case: Case, send: Any, recv: Any) -> Call:
+    def _reduce_scatter(self, case: Case, send: Any, recv: Any) -> Call:
         function = self._newest("reduce_scatter_single", "reduce_scatter_tensor")
         return self._waiting(function, recv, send, op=self._op(case))
 
-    def all_gather(self, case: Case, send: Any, recv: Any) -> Call:
+    def _all_gather(self, case: Case, send: Any, recv: Any) -> Call:
         return self._waiting(self._newest("all_gather_single", "all_gather_into_tensor"), recv, send)
 
-    def alltoall(self, case: Case, send: Any, recv: Any) -> Call:
+    def _alltoall(self, case: Case, send: Any, recv: Any) -> Call:
         return self._waiting(self.dist.all_to_all_single, recv, send)
 
-    def alltoallv(self, case: Case, send: Any, recv: Any) -> Call:
-        out, into = self._shares(case)
+    def _alltoallv(self, case: Case, send: Any, recv: Any) -> Call:
+        out, into = _shares(case, self.rank, self.size)
         function = self.dist.all_to_all_single
         return self._waiting(function, recv[: sum(into)], send[: sum(out)], into, out)
 
-    def scatter(self, case: Case, send: Any, recv: Any) -> Call:
+    def _scatter(self, case: Case, send: Any, recv: Any) -> Call:
         blocks = self._blocks(send) if self.rank == case.root else None
         return self._waiting(self.dist.scatter, recv, blocks, src=case.root)
 
-    def gather(self, case: Case, send: Any, recv: Any) -> Call:
+    def _gather(self, case: Case, send: Any, recv: Any) -> Call:
         blocks = self._blocks(recv) if self.rank == case.root else None
         return self._waiting(self.dist.gather, send, blocks, dst=case.root)
 
     def _blocks(self, buffer: Any) -> list[Any]:
         return list(buffer.view(self.size, -1).unbind())
 
-    def sendrecv(self, case: Case, send: Any, recv: Any) -> Call:
-        right, left = self._sides()
+    def _sendrecv(self, case: Case, send: Any, recv: Any) -> Call:
+        right, left = _sides(self.rank, self.size)
         both = [
             self.dist.P2POp(self.dist.isend, send, right, self.group),
             self.dist.P2POp(self.dist.irecv, recv, left, self.group),
@@ -216,8 +245,8 @@ class Torch(Gloo):
     """torch.distributed's nccl backend, on tensors of a GPU."""
 
     name, backend = "torch", "nccl"
-    types: ClassVar = {**Gloo.types, "f8e4m3": "float8_e4m3fn", "f8e5m2": "float8_e5m2"}
-    ops: ClassVar = {**Gloo.ops, "avg": "AVG"}
+    types: ClassVar[dict[str, str]] = {**Gloo.types, "f8e4m3": "float8_e4m3fn", "f8e5m2": "float8_e5m2"}
+    ops: ClassVar[dict[str, str]] = {**Gloo.ops, "avg": "AVG"}
 
     def __init__(self, world: World) -> None:
         device = world.control.device
@@ -258,11 +287,11 @@ class Torch(Gloo):
 # --- MPI ---
 
 
-class Mpi(Peer):
+class Mpi:
     """MPI by mpi4py, with counts and datatypes given, on NumPy arrays."""
 
-    name, module, package = "mpi", "mpi4py", "mpi4py"
-    types: ClassVar = {
+    name: ClassVar[str] = "mpi"
+    types: ClassVar[dict[str, str]] = {
         "int8": "INT8_T",
         "uint8": "UINT8_T",
         "int32": "INT32_T",
@@ -272,10 +301,10 @@ class Mpi(Peer):
         "float": "FLOAT",
         "double": "DOUBLE",
     }
-    ops: ClassVar = {"sum": "SUM", "prod": "PROD", "max": "MAX", "min": "MIN"}
+    ops: ClassVar[dict[str, str]] = {"sum": "SUM", "prod": "PROD", "max": "MAX", "min": "MIN"}
 
     def __init__(self, world: World) -> None:
-        super().__init__(world)
+        self.rank, self.size = world.control.rank, world.control.size
         try:
             self.mpi: Any = importlib.import_module("mpi4py.MPI")
         except (ImportError, RuntimeError) as error:
@@ -293,6 +322,33 @@ class Mpi(Peer):
         """The library's version."""
         return str(self.mpi.Get_library_version()).split(",")[0].strip().strip("\0")
 
+    @classmethod
+    def absent(cls) -> str | None:
+        """Return why the library cannot be used on this machine."""
+        return _not_installed("mpi4py")
+
+    def call(self, case: Case, send: Any, recv: Any) -> Call | None:
+        """Return a call that waits for its result; None: the library has no such operation."""
+        calls = {
+            "all_reduce": self._all_reduce,
+            "reduce": self._reduce,
+            "broadcast": self._broadcast,
+            "reduce_scatter": self._reduce_scatter,
+            "all_gather": self._all_gather,
+            "alltoall": self._alltoall,
+            "alltoallv": self._alltoallv,
+            "scatter": self._scatter,
+            "gather": self._gather,
+            "sendrecv": self._sendrecv,
+        }
+        return calls[case.operation.name](case, send, recv) if _has(self, case) else None
+
+    def lacks(self, error: Exception) -> bool:
+        """Tell whether an error of a call says that the library has no such operation."""
+        unsupported = self.mpi.ERR_UNSUPPORTED_OPERATION
+        known = isinstance(error, self.mpi.Exception) and error.Get_error_class() == unsupported
+        return isinstance(error, NotImplementedError) or known
+
     def place(self, data: Array, case: Case) -> Array:
         """Copy an array."""
         return np.array(data)
@@ -305,48 +361,51 @@ class Mpi(Peer):
         """Fill a buffer with zeros."""
         buffer.fill(0)
 
+    def close(self) -> None:
+        """Leave MPI running: mpi4py ends it with the process."""
+
     def _type(self, case: Case) -> Any:
         return getattr(self.mpi, self.types[case.type_name])
 
     def _op(self, case: Case) -> Any:
         return getattr(self.mpi, self.ops[case.op])
 
-    def all_reduce(self, case: Case, send: Array, recv: Array) -> Call:
+    def _all_reduce(self, case: Case, send: Array, recv: Array) -> Call:
         target, op = [recv, recv.size, self._type(case)], self._op(case)
         return lambda: self.comm.Allreduce(self.mpi.IN_PLACE, target, op)
 
-    def reduce(self, case: Case, send: Array, recv: Array) -> Call:
+    def _reduce(self, case: Case, send: Array, recv: Array) -> Call:
         here, op = [recv, recv.size, self._type(case)], self._op(case)
         sides = (self.mpi.IN_PLACE, here) if self.rank == case.root else (here, None)
         return lambda: self.comm.Reduce(*sides, op, case.root)
 
-    def broadcast(self, case: Case, send: Array, recv: Array) -> Call:
+    def _broadcast(self, case: Case, send: Array, recv: Array) -> Call:
         here = [recv, recv.size, self._type(case)]
         return lambda: self.comm.Bcast(here, case.root)
 
-    def reduce_scatter(self, case: Case, send: Array, recv: Array) -> Call:
+    def _reduce_scatter(self, case: Case, send: Array, recv: Array) -> Call:
         source, target = self._parts(case, send, recv)
         op = self._op(case)
         return lambda: self.comm.Reduce_scatter_block(source, target, op)
 
-    def all_gather(self, case: Case, send: Array, recv: Array) -> Call:
+    def _all_gather(self, case: Case, send: Array, recv: Array) -> Call:
         source, target = self._parts(case, send, recv)
         return lambda: self.comm.Allgather(source, target)
 
-    def alltoall(self, case: Case, send: Array, recv: Array) -> Call:
+    def _alltoall(self, case: Case, send: Array, recv: Array) -> Call:
         source, target = self._parts(case, send, recv)
         return lambda: self.comm.Alltoall(source, target)
 
-    def alltoallv(self, case: Case, send: Array, recv: Array) -> Call:
-        (out, into), kind = self._shares(case), self._type(case)
+    def _alltoallv(self, case: Case, send: Array, recv: Array) -> Call:
+        (out, into), kind = _shares(case, self.rank, self.size), self._type(case)
         source, target = [send, out, kind], [recv, into, kind]
         return lambda: self.comm.Alltoallv(source, target)
 
-    def scatter(self, case: Case, send: Array, recv: Array) -> Call:
+    def _scatter(self, case: Case, send: Array, recv: Array) -> Call:
         source, target = self._parts(case, send, recv)
         return lambda: self.comm.Scatter(source if self.rank == case.root else None, target, case.root)
 
-    def gather(self, case: Case, send: Array, recv: Array) -> Call:
+    def _gather(self, case: Case, send: Array, recv: Array) -> Call:
         source, target = self._parts(case, send, recv)
         return lambda: self.comm.Gather(source, target if self.rank == case.root else None, case.root)
 
@@ -355,8 +414,8 @@ class Mpi(Peer):
         n, kind = case.counts.param, self._type(case)
         return [send, n, kind], [recv, n, kind]
 
-    def sendrecv(self, case: Case, send: Array, recv: Array) -> Call:
-        (right, left), kind = self._sides(), self._type(case)
+    def _sendrecv(self, case: Case, send: Array, recv: Array) -> Call:
+        (right, left), kind = _sides(self.rank, self.size), self._type(case)
         source, target = [send, send.size, kind], [recv, recv.size, kind]
         return lambda: self.comm.Sendrecv(source, right, 0, target, left, 0)
 
