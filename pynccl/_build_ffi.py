@@ -99,6 +99,12 @@ class Header:
         }
 
     @property
+    def dtype_names(self) -> tuple[str, ...]:
+        """What NumPy calls the datatypes, with ml_dtypes for those that it lacks: int8, float8_e4m3fn."""
+        others = {"float8e4m3": "float8_e4m3fn", "float8e5m2": "float8_e5m2"}
+        return tuple(others.get(name, name) for name in self.names["ncclDataType_t"])
+
+    @property
     def item_sizes(self) -> tuple[int, ...]:
         """The bytes of an element of each datatype, which its name tells in bits."""
         bits = (re.search(r"\d+", name) for name in self.values["ncclDataType_t"])

@@ -98,9 +98,10 @@ def kinds_module(text: str) -> str:
 
 
 def tables_module(header: Header) -> str:
-    parts = [BY_WHOM.format(what="The names of results and reductions, and datatypes' sizes")]
+    parts = [BY_WHOM.format(what="Names of results, reductions and datatypes, and datatypes' sizes")]
     parts += [f"RESULTS = {header.values['ncclResult_t']}"]
-    parts += [f"REDUCTIONS = {header.names['ncclRedOp_t']}", f"ITEM_SIZES = {header.item_sizes}"]
+    parts += [f"REDUCTIONS = {header.names['ncclRedOp_t']}"]
+    parts += [f"DATATYPES = {header.dtype_names}", f"ITEM_SIZES = {header.item_sizes}"]
     return "\n".join(parts) + "\n"
 
 
@@ -232,10 +233,18 @@ def _formatted(text: str) -> str:
 
 
 def cpu_include(header: Header) -> str:
-    """Return what the CPU library knows by name: the errors."""
+    """Return what the CPU library knows by name: errors, datatypes with their sizes, and reductions."""
     errors = [r for r in header.values["ncclResult_t"] if r not in ("ncclSuccess", "ncclInProgress")]
-    names = " ".join(f"X({name})" for name in errors)
-    return f"// From api/nccl_api.h, by tools/generate_api.py.\n#define PNCPU_ERRORS(X) {names}\n"
+    types = zip(header.dtype_names, header.item_sizes, strict=True)
+    lists = {
+        "ERRORS": errors,
+        "TYPES": [f'"{name}", {size}' for name, size in types],
+        "OPS": [f'"{name}"' for name in header.names["ncclRedOp_t"]],
+    }
+    lines = [
+        f"#define PNCPU_{what}(X) " + " ".join(f"X({one})" for one in ones) for what, ones in lists.items()
+    ]
+    return "\n".join(["// From api/nccl_api.h, by tools/generate_api.py.", *lines, ""])
 
 
 def main() -> int:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pynccl._library.generated.tables import ITEM_SIZES
+from pynccl._library.generated.tables import DATATYPES, ITEM_SIZES
 from pynccl._types import DataType
 
 
@@ -37,11 +37,7 @@ TRAVELLERS = (
     Traveller("uint16", DataType.UINT8, 2, False, "uint32"),
 )
 
-NATIVE: dict[str, int] = {
-    **{dtype.name.lower(): int(dtype) for dtype in DataType if not dtype.name.startswith("FLOAT8")},
-    "float8_e4m3fn": int(DataType.FLOAT8E4M3),
-    "float8_e5m2": int(DataType.FLOAT8E5M2),
-}
+NATIVE: dict[str, int] = {name: code for code, name in enumerate(DATATYPES)}
 CODES: dict[str, int] = {
     **NATIVE,
     **{t.name: int(t.datatype) | index << 8 for index, t in enumerate(TRAVELLERS, 1)},

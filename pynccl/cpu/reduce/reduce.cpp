@@ -2,6 +2,8 @@
 
 #include <cstring>
 
+#include "base/generated.inc"
+
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -106,10 +108,9 @@ struct TypeInfo {
   size_t size;
 };
 
-constexpr TypeInfo kTypes[ncclNumTypes] = {
-    {"int8", 1},    {"uint8", 1},   {"int32", 4},   {"uint32", 4},   {"int64", 8},         {"uint64", 8},
-    {"float16", 2}, {"float32", 4}, {"float64", 8}, {"bfloat16", 2}, {"float8_e4m3fn", 1}, {"float8_e5m2", 1},
-};
+#define PNCPU_NAME_AND_SIZE(name, size) {name, size},
+constexpr TypeInfo kTypes[ncclNumTypes] = {PNCPU_TYPES(PNCPU_NAME_AND_SIZE)};
+#undef PNCPU_NAME_AND_SIZE
 
 bool is_type(ncclDataType_t type) { return type >= 0 && type < ncclNumTypes; }
 
@@ -156,7 +157,9 @@ size_t type_size(ncclDataType_t type) { return is_type(type) ? kTypes[type].size
 const char* type_name(ncclDataType_t type) { return is_type(type) ? kTypes[type].name : "unknown type"; }
 
 const char* op_name(RedKind kind) {
-  constexpr const char* names[] = {"sum", "prod", "max", "min", "avg", "pre_mul_sum"};
+#define PNCPU_NAME(name) name,
+  constexpr const char* names[] = {PNCPU_OPS(PNCPU_NAME) "pre_mul_sum"};
+#undef PNCPU_NAME
   return names[static_cast<int>(kind)];
 }
 
