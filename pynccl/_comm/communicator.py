@@ -358,7 +358,7 @@ class Communicator(Operations, Hinting):
         end.abort(self._core)
 
     def revoke(self) -> None:
-        """End outstanding calls on this rank without closing the communicator (ncclCommRevoke, NCCL >= 2.28).
+        """End calls on this rank without closing the communicator (ncclCommRevoke, NCCL >= 2.28.7).
 
         Afterwards all ranks can shrink, split or close it. With a time-out, a rank whose calls the revoke of
         another rank has ended takes it for failed, and only `shrink(..., abort=True)` goes on from there.
@@ -367,14 +367,14 @@ class Communicator(Operations, Hinting):
         end.revoke(self._core)
 
     def suspend(self) -> None:
-        """Release the communicator's device memory until `resume` (ncclCommSuspend, NCCL >= 2.29).
+        """Release the communicator's device memory until `resume` (ncclCommSuspend, NCCL >= 2.29.7).
 
         Raises NotSupportedError with an older library, and NcclError if the library refuses.
         """
         end.suspend(self._core)
 
     def resume(self) -> None:
-        """Allocate the device memory again that `suspend` released (ncclCommResume, NCCL >= 2.29).
+        """Allocate the device memory again that `suspend` released (ncclCommResume, NCCL >= 2.29.7).
 
         Raises NotSupportedError with an older library, and NcclError if the library refuses.
         """

@@ -21,14 +21,13 @@ from pynccl._library.binding import lib
 from pynccl._types import UniqueId
 from pynccl._values import rank_list
 from pynccl._watch import check_mode
+from pynccl.bootstrap._variables import PRIVATE
 
 _LONGEST_TEXT = 4096
-# NCCL variables that may differ between ranks.
-_PRIVATE = ("NCCL_HOSTID", "NCCL_DEBUG", "NCCL_DEBUG_FILE", "NCCL_DEBUG_SUBSYS", "NCCL_COMM_ID")
 _CHECK = "PYNCCL_CHECK"
 _MULTI_RANK = "NCCL_MULTI_RANK_GPU_ENABLE"
 # The ranks that one root of NCCL's bootstrap serves, about.
-ranks_per_root = 128
+RANKS_PER_ROOT = 128
 
 
 class Facts(NamedTuple):
@@ -225,7 +224,7 @@ def device_for(facts: Facts, local_rank: int) -> int | None:
 
 def roots(size: int) -> list[int]:
     """Return the ranks that make the unique ids: the first of each share, as NCCL divides the ranks."""
-    count = -(-size // ranks_per_root)
+    count = -(-size // RANKS_PER_ROOT)
     share, larger = divmod(size, count)
     return [i * share + min(i, larger) for i in range(count)]
 
@@ -343,7 +342,7 @@ def _sharing_text(owner: int, rank: int, devices: Sequence[int | None], facts: F
 def _differences(facts: Sequence[Facts]) -> list[str]:
     """Return a text for each NCCL variable that is not the same on every rank."""
     names = {name for one in facts for name in one.variables if name != _CHECK}
-    return [text for name in sorted(names - set(_PRIVATE)) if (text := _difference(facts, name))]
+    return [text for name in sorted(names - PRIVATE) if (text := _difference(facts, name))]
 
 
 def _difference(facts: Sequence[Facts], name: str) -> str | None:

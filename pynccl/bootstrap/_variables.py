@@ -1,4 +1,4 @@
-"""The names of the variables that pynccl reads, and names that resemble one of them."""
+"""The names of the variables that pynccl reads, names that resemble one of them, and those of NCCL."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ TRACE_DIR TRACE_SIGNAL TRACE_SIZE TRACE_STACKS WERROR
 """
 PYNCCL = frozenset(f"PYNCCL_{name}" for name in _NAMES.split())
 _ALIKE = 0.8
+# NCCL's variables that may differ between ranks.
+PRIVATE = frozenset({"NCCL_HOSTID", "NCCL_DEBUG", "NCCL_DEBUG_FILE", "NCCL_DEBUG_SUBSYS", "NCCL_COMM_ID"})
 
 
 def nearest(name: str, names: Iterable[str] = PYNCCL) -> str | None:

@@ -24,7 +24,7 @@ def init_in_shares(rank: int, nranks: int, share: int, method: str | None) -> tu
             used.append(len(set(ids)))
         return create(size, me, count, ids, config)
 
-    _preflight.ranks_per_root = share
+    _preflight.RANKS_PER_ROOT = share
     capi.ncclCommInitRankScalable = counted
     # So many threads of one interpreter may not answer each other in time on a busy machine.
     with pynccl.init(method, timeout=30 if nranks < 100 else None) as comm:
@@ -37,7 +37,7 @@ def test_the_shares_are_those_of_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _preflight.roots(1) == _preflight.roots(128) == [0]
     assert _preflight.roots(129) == [0, 65]
     assert _preflight.roots(1024) == list(range(0, 1024, 128))
-    monkeypatch.setattr(_preflight, "ranks_per_root", 3)
+    monkeypatch.setattr(_preflight, "RANKS_PER_ROOT", 3)
     # Shares of 3, 3, 2 and 2.
     assert _preflight.roots(10) == [0, 3, 6, 8]
 

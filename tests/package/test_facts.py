@@ -7,12 +7,14 @@ import re
 import pytest
 
 from conftest import ROOT
+from pynccl import capi
 
 PACKAGE = ROOT / "pynccl"
 # A text, and the file that has it.
 ONCE = {
     '"float16"': "cpu/base/generated.inc",
     '"float8_e4m3fn"': "cpu/base/generated.inc",
+    '"NCCL_DEBUG_SUBSYS"': "bootstrap/_variables.py",
 }
 
 
@@ -23,3 +25,21 @@ def test_a_fact_stands_once(fact: str) -> None:
     code = {path: re.sub(r"//.*", "", path.read_text(encoding="utf-8")) for path in files}
     found = {path.relative_to(PACKAGE).as_posix() for path, text in code.items() if fact in text}
     assert found == {ONCE[fact]}
+
+
+def test_docstrings_name_the_versions_of_the_table() -> None:
+    """Every "(ncclX, NCCL >= v)" of the package is in capi.FUNCTIONS, as far as v has numbers."""
+    said = []
+    for path in PACKAGE.rglob("*.py"):
+        text = " ".join(path.read_text(encoding="utf-8").split())
+        said += re.findall(r"\((nccl[A-Z]\w+), NCCL >= ([\d.]*\d)", text)
+    assert len(said) > 8
+    wrong = {name: version for name, version in said if not begins(capi.FUNCTIONS[name], version)}
+    assert not wrong
+
+
+def begins(since: tuple[int, int, int], version: str) -> bool:
+    """Tell whether a text is this version, or the minor version whose first release in the table it is."""
+    first = min(other for other in capi.FUNCTIONS.values() if other[:2] == since[:2])
+    whole = ".".join(map(str, since))
+    return version == whole or (since == first and version == whole.rpartition(".")[0])

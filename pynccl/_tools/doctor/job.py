@@ -24,9 +24,8 @@ from pynccl._values import rank_list
 from pynccl._version import __version__
 from pynccl.bootstrap import _environment, _methods
 from pynccl.bootstrap._exchange import Exchange
+from pynccl.bootstrap._variables import PRIVATE
 
-# Variables that may differ between ranks.
-_OWN = {"NCCL_HOSTID", "NCCL_DEBUG", "NCCL_DEBUG_FILE", "NCCL_DEBUG_SUBSYS", "NCCL_COMM_ID"}
 _SHARED = {"PYNCCL_CHECK", "PYNCCL_TIMEOUT"}
 _CONNECT_SECONDS = 3.0
 _CLOCK_SECONDS = 0.5
@@ -68,7 +67,7 @@ def _report(machine: Machine, findings: Sequence[Finding], listener: tuple[str, 
     names = [
         name
         for name in machine.environ
-        if name in _SHARED or (name.startswith("NCCL_") and name not in _OWN and "SECRET" not in name)
+        if name in _SHARED or (name.startswith("NCCL_") and name not in PRIVATE and "SECRET" not in name)
     ]
     return Report(
         socket.gethostname(),
