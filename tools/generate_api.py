@@ -1,4 +1,4 @@
-"""Write what follows from api/*.h and native/kinds.h: pynccl/_library/generated, and cpu/base/generated.inc.
+"""Write what follows from api/*.h and native/kinds.h: files of pynccl/_library/generated, cpu/ and torch/.
 
 With `--check`, only compare.
 
@@ -247,6 +247,12 @@ def cpu_include(header: Header) -> str:
     return "\n".join(["// From api/nccl_api.h, by tools/generate_api.py.", *lines, ""])
 
 
+def torch_header(header: Header) -> str:
+    """Return the first version of each function as a macro, for the errors of torch's backend."""
+    rows = [f'#define PYNCCL_SINCE_{f.name} "{".".join(map(str, f.since))}"' for f in header.functions]
+    return "\n".join(["// From api/nccl_api.h, by tools/generate_api.py.", "#pragma once", "", *rows, ""])
+
+
 def main() -> int:
     binding = Binding()
     modules = {
@@ -259,6 +265,7 @@ def main() -> int:
     }
     files = {GENERATED / name: _formatted(text) for name, text in modules.items()}
     files[PACKAGE / "cpu" / "base" / "generated.inc"] = cpu_include(binding.headers[0])
+    files[PACKAGE / "torch" / "csrc" / "since.hpp"] = torch_header(binding.headers[0])
     stale = []
     for path, made in files.items():
         if not path.exists() or path.read_text() != made:

@@ -43,3 +43,18 @@ def begins(since: tuple[int, int, int], version: str) -> bool:
     first = min(other for other in capi.FUNCTIONS.values() if other[:2] == since[:2])
     whole = ".".join(map(str, since))
     return version == whole or (since == first and version == whole.rpartition(".")[0])
+
+
+def test_versions_of_nccl_stand_in_tables() -> None:
+    """No C or C++ source compares or names an NCCL version outside of a generated file or a table."""
+    found = []
+    for path in sorted(PACKAGE.rglob("*.[chi]*")):
+        if path.suffix not in (".c", ".h", ".cpp", ".hpp") or path.parent.name == "api":
+            continue
+        text = re.sub(r"//.*", "", path.read_text(encoding="utf-8"))
+        own = [] if path.name in GENERATED else re.findall(r'NCCL 2\.\d[^"]*"|"2\.\d+\.\d+"', text)
+        found += [f"{path.name}: {one}" for one in own + re.findall(r"version >=? 2\d{4}", text)]
+    assert not found
+
+
+GENERATED = ("since.hpp", "nccl.h")

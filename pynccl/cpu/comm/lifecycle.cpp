@@ -74,6 +74,8 @@ constexpr ConfigField kConfigFields[] = {
     {"numRmaCtx", &ncclConfig_t::numRmaCtx, 0, INT32_MAX, 22900},
     {"maxP2pPeers", &ncclConfig_t::maxP2pPeers, 1, INT32_MAX, 23000},
     {"graphStreamOrdering", &ncclConfig_t::graphStreamOrdering, 0, 1, 23005},
+    // NCCL refuses none.
+    {"numRmaSig", &ncclConfig_t::numRmaSig, INT32_MIN, INT32_MAX, 23102},
 };
 
 ncclResult_t check_field(const ConfigField& field, int value, const char* function) {
@@ -120,7 +122,7 @@ ncclResult_t read_config(const ncclConfig_t* config, const char* function, Confi
     if (whole.blocking != NCCL_CONFIG_UNDEF_INT) out->blocking = whole.blocking;
     if (whole.commName) out->name = whole.commName;
     if (whole.numRmaCtx != NCCL_CONFIG_UNDEF_INT) out->contexts = std::min(whole.numRmaCtx, kCounters);
-    if (whole.version >= 23102 && whole.numRmaSig > 0) out->signals = whole.numRmaSig;
+    if (whole.numRmaSig > 0) out->signals = whole.numRmaSig;
     out->signals = std::min(out->signals, kCounters / std::max(1, out->contexts));
   }
   int64_t forced = param_int("NCCL_COMM_BLOCKING");

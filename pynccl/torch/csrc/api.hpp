@@ -19,6 +19,8 @@ extern "C" {
 #undef _Bool
 }
 
+#include "since.hpp"
+
 namespace pynccl {
 
 // clang-format off: its result is not stable for these macros
@@ -82,7 +84,8 @@ struct Api {
 
 using ApiPtr = std::shared_ptr<const Api>;
 
-// A function that older libraries lack.
+// A function that older libraries lack: PYNCCL_KNOWN(api, ncclCommSuspend)(comm, flags).
+#define PYNCCL_KNOWN(api, name) ::pynccl::known((api).name, #name, PYNCCL_SINCE_##name)
 template <class Function>
 Function known(Function function, const char* name, const char* since) {
   TORCH_CHECK_NOT_IMPLEMENTED(function, "pynccl: the loaded NCCL has no ", name, ": it needs ", since,

@@ -496,14 +496,13 @@ void Backend::for_each_comm(const std::string& name,
 
 void Backend::suspend() {
   for_each_comm("ncclCommSuspend", [](const Api& api, ncclComm_t comm) {
-    return known(api.ncclCommSuspend, "ncclCommSuspend", "2.29.7")(comm, NCCL_SUSPEND_MEM);
+    return PYNCCL_KNOWN(api, ncclCommSuspend)(comm, NCCL_SUSPEND_MEM);
   });
 }
 
 void Backend::resume() {
-  for_each_comm("ncclCommResume", [](const Api& api, ncclComm_t comm) {
-    return known(api.ncclCommResume, "ncclCommResume", "2.29.7")(comm);
-  });
+  for_each_comm("ncclCommResume",
+                [](const Api& api, ncclComm_t comm) { return PYNCCL_KNOWN(api, ncclCommResume)(comm); });
 }
 
 // The keys are those of ProcessGroupNCCL.
@@ -515,7 +514,7 @@ std::unordered_map<std::string, uint64_t> Backend::getMemoryStats() {
                             {"total", ncclStatGpuMemTotal}})
     for_each_comm("ncclCommMemStats", [&stats, name = name, stat = stat](const Api& api, ncclComm_t comm) {
       uint64_t value = 0;
-      ncclResult_t result = known(api.ncclCommMemStats, "ncclCommMemStats", "2.29.7")(comm, stat, &value);
+      ncclResult_t result = PYNCCL_KNOWN(api, ncclCommMemStats)(comm, stat, &value);
       stats[name] += value;
       return result;
     });
@@ -680,7 +679,7 @@ intrusive_ptr<c10d::Backend> Backend::shrink(const std::vector<int64_t>& exclude
   auto lock = entered();
   for (auto& lane : all_lanes()) {
     if (!lane->comm || lane->size != size_) continue;
-    TORCH_CHECK(lane->api->ncclCommShrink, "shrinking needs NCCL 2.27 or newer");
+    TORCH_CHECK(lane->api->ncclCommShrink, "shrinking needs NCCL " PYNCCL_SINCE_ncclCommShrink " or newer");
     auto shrunk = std::make_shared<CommPtr>();
     bounded(
         [=, parent = lane->comm]() mutable {

@@ -121,7 +121,8 @@ struct Reduction {
   Reduction(const Api& api, const ReduceOp& torch_op, const at::Tensor& wire)
       : type(data_type(wire.scalar_type())), op(operation(torch_op, wire.scalar_type())) {
     if (torch_op.op_ != ReduceOp::PREMUL_SUM) return;
-    TORCH_CHECK(api.ncclRedOpCreatePreMulSum, "PREMUL_SUM needs NCCL 2.11 or newer");
+    TORCH_CHECK(api.ncclRedOpCreatePreMulSum,
+                "PREMUL_SUM needs NCCL " PYNCCL_SINCE_ncclRedOpCreatePreMulSum " or newer");
     auto* with = static_cast<c10d::NCCLPreMulSumSupplement*>(torch_op.supplement_.get());
     auto options = at::TensorOptions(wire.scalar_type()).device(at::kCPU);
     factor = with->tensor_factor.defined() ? with->tensor_factor.to(options)

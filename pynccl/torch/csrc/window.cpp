@@ -66,8 +66,7 @@ void Window::tensor_register(const at::Tensor& tensor, bool owning) {
   call.kept = {tensor};
   call.issue = [=, data = tensor.data_ptr(), bytes = tensor.nbytes()](const Api& api, ncclComm_t comm,
                                                                       cudaStream_t) {
-    return known(api.ncclCommWindowRegister, "ncclCommWindowRegister", "2.27.3")(comm, data, bytes,
-                                                                                 made.get(), flags);
+    return PYNCCL_KNOWN(api, ncclCommWindowRegister)(comm, data, bytes, made.get(), flags);
   };
   backend_->launch(std::move(call), kOfTheGroup, Pace::Awaited)->wait();
   TORCH_CHECK(*made, "tensor_register: NCCL made no window: these devices have no direct access");
@@ -88,7 +87,7 @@ void Window::tensor_deregister() {
   backend_->barrier(all)->wait();
   Call call = call_on_window("tensor_deregister");
   call.issue = [window = window_](const Api& api, ncclComm_t comm, cudaStream_t) {
-    return known(api.ncclCommWindowDeregister, "ncclCommWindowDeregister", "2.27.3")(comm, window);
+    return PYNCCL_KNOWN(api, ncclCommWindowDeregister)(comm, window);
   };
   backend_->launch(std::move(call), kOfTheGroup, Pace::Awaited)->wait();
   at::Tensor freed;  // without the lock
@@ -122,8 +121,8 @@ WorkPtr Window::put(const at::Tensor& tensor, int64_t peer, int64_t offset, bool
   call.inputs = call.kept = {tensor};
   call.issue = [=, window = window_, bytes = size_t(offset) * tensor.element_size()](
                    const Api& api, ncclComm_t comm, cudaStream_t stream) {
-    return known(api.ncclPutSignal, "ncclPutSignal", "2.29.2")(tensor.data_ptr(), tensor.nbytes(), ncclUint8,
-                                                               to, window, bytes, 0, 0, 0, comm, stream);
+    return PYNCCL_KNOWN(api, ncclPutSignal)(tensor.data_ptr(), tensor.nbytes(), ncclUint8, to, window, bytes,
+                                            0, 0, 0, comm, stream);
   };
   return run(std::move(call), options, async);
 } catch (...) {
@@ -134,7 +133,7 @@ WorkPtr Window::signal(int64_t peer, bool async, const c10d::SignalOptions& opti
   const int to = checked_peer("signal", peer);
   Call call = call_on_window("signal");
   call.issue = [to](const Api& api, ncclComm_t comm, cudaStream_t stream) {
-    return known(api.ncclSignal, "ncclSignal", "2.29.2")(to, 0, 0, 0, comm, stream);
+    return PYNCCL_KNOWN(api, ncclSignal)(to, 0, 0, 0, comm, stream);
   };
   return run(std::move(call), options, async);
 } catch (...) {
@@ -146,7 +145,7 @@ WorkPtr Window::wait_signal(int64_t peer, bool async, const c10d::WaitSignalOpti
   Call call = call_on_window("wait_signal");
   call.issue = [from](const Api& api, ncclComm_t comm, cudaStream_t stream) {
     ncclWaitSignalDesc_t one{1, from, 0, 0};
-    return known(api.ncclWaitSignal, "ncclWaitSignal", "2.29.2")(1, &one, comm, stream);
+    return PYNCCL_KNOWN(api, ncclWaitSignal)(1, &one, comm, stream);
   };
   return run(std::move(call), options, async);
 } catch (...) {
