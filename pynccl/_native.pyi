@@ -8,6 +8,8 @@ from typing import Any
 
 class _Lib:
     PYNCCL_NOT_FOUND: int
+    PYNCCL_SLICE_MS: int
+    PYNCCL_FAST_RANKS: int
     PYNCCL_NOT_LOADED: int
     PYNCCL_RECORDED: int
     PYNCCL_WAITING: int

@@ -19,7 +19,7 @@ from pynccl._values import refuse_copy, shown
 T_co = TypeVar("T_co", covariant=True)
 
 # Milliseconds between two looks for the watchdog's verdict in a wait.
-_SLICE_MS = 100
+_SLICE_MS = lib.PYNCCL_SLICE_MS
 # Seconds between two looks for the cause of an error.
 _PAUSE = 0.001
 

@@ -25,9 +25,8 @@ if TYPE_CHECKING:
 
 # Milliseconds of one slice of a wait: Python handles signals between slices, and the CPU library uses the
 # waiting thread within them.
-_SLICE_MS = 100
+_SLICE_MS = lib.PYNCCL_SLICE_MS
 _LONGEST_SLEEP = 0.001
-_NON_BLOCKING = 1  # cudaStreamNonBlocking: the legacy default stream does not wait for it
 
 
 class User(Protocol):
@@ -136,7 +135,7 @@ def _shown_handle(stream: Any) -> Any:
 
 def cpu_stream() -> int:
     """Create a stream of the CPU library."""
-    return capi.pyncclCpuStreamCreateWithFlags(_NON_BLOCKING)
+    return capi.pyncclCpuStreamCreateWithFlags(cuda.STREAM_NON_BLOCKING)
 
 
 def is_destroyed(stream: int, on_cpu: bool) -> bool:

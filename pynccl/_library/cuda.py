@@ -21,7 +21,9 @@ _ABSENT = (lib.PYNCCL_NOT_FOUND, lib.PYNCCL_NOT_LOADED)
 
 _INVALID_VALUE, _DEINITIALIZED, _INVALID_HANDLE, _NOT_READY, _CAPTURE_IMPLICIT = 1, 4, 400, 600, 906
 _CAPTURE_RELAXED = 2
-_STREAM_NON_BLOCKING, _EVENT_DISABLE_TIMING = 1, 2
+_EVENT_DISABLE_TIMING = 2
+# The legacy default stream does not wait for such a stream; the CPU library has the same flag.
+STREAM_NON_BLOCKING = 1
 _MEMORY_TYPE, _DEVICE_ORDINAL = 2, 9
 _MEMORYTYPE_HOST = 1
 _P2P_PERFORMANCE_RANK, _P2P_NATIVE_ATOMICS = 1, 3
@@ -255,7 +257,7 @@ def relaxed_capture() -> Iterator[None]:
 def stream_create() -> int:
     """Create a stream of the current device that does not synchronize with the default stream."""
     out = ffi.new("uintptr_t*")
-    _call("cuStreamCreate", out, _STREAM_NON_BLOCKING)
+    _call("cuStreamCreate", out, STREAM_NON_BLOCKING)
     return int(out[0])
 
 

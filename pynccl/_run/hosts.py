@@ -18,6 +18,7 @@ from pathlib import Path
 from types import FrameType
 
 from pynccl._colours import coloured
+from pynccl._run.launch import ENDING, MOST_RANKS
 from pynccl._run.ports import free_port
 from pynccl._secure.secret import read_secret
 from pynccl.bootstrap._address import format_address
@@ -26,11 +27,9 @@ from pynccl.bootstrap._address import format_address
 SSH = "ssh -o BatchMode=yes"
 _REMOTE = "pynccl._run.remote"
 _LONGEST_FILE = 1 << 20
-_MOST_SLOTS = 1024
 _PAUSE = 0.05
 # Seconds for the launchers to end by themselves after one has failed, and after their input has ended.
 _OWN_END, _END = 40.0, 20.0
-_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 @dataclass(frozen=True)
@@ -56,12 +55,12 @@ def read_hosts(path: Path) -> list[Host]:
 def _host(path: Path, number: int, line: str) -> Host:
     name, *more = line.split("#")[0].split()
     slots = more[0].removeprefix("slots=") if more else ""
-    right = slots.isascii() and slots.isdecimal() and len(slots) < 6 and 1 <= int(slots) <= _MOST_SLOTS
+    right = slots.isascii() and slots.isdecimal() and len(slots) < 6 and 1 <= int(slots) <= MOST_RANKS
     right = not more or (len(more) == 1 and more[0].startswith("slots=") and right)
     # ssh would take a name with a dash for an option.
     if name.startswith("-") or not name.isprintable() or not right:
         raise ValueError(
-            f"{path}, line {number}: {line.strip()!r}; expected HOST or HOST slots=N, 1 <= N <= 1024"
+            f"{path}, line {number}: {line.strip()!r}; expected HOST or HOST slots=N, 1 <= N <= {MOST_RANKS}"
         )
     return Host(name, int(slots) if slots else None)
 
@@ -117,7 +116,7 @@ def _signals() -> Iterator[list[int]]:
     def note(number: int, _: FrameType | None) -> None:
         caught.append(number)
 
-    before = {number: signal.signal(number, note) for number in _ENDING}
+    before = {number: signal.signal(number, note) for number in ENDING}
     try:
         yield caught
     finally:

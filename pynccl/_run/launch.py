@@ -56,7 +56,7 @@ MOST_RANKS = 1024
 OWN = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 OWN |= {"PYNCCL_STORE", "PYNCCL_EVIDENCE", "PYNCCL_KEEP_GOING", "PYNCCL_RESTART_COUNT"}
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
-_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 @dataclass(frozen=True)
@@ -346,14 +346,14 @@ class _Launcher:
             self.selector.unregister(key.fileobj)
 
     def _on_signal(self, number: int) -> None:
-        self.stopped = self.stopped or number in _ENDING
-        if number in _ENDING and not self._ending:
+        self.stopped = self.stopped or number in ENDING
+        if number in ENDING and not self._ending:
             # After SIGHUP the terminal may be gone.
             with suppress(OSError):
                 self._say(f"got {signal.Signals(number).name}; ending the ranks", "warning")
             self._tell(f"pynccl run was ended by {signal.Signals(number).name}", 128 + number)
             self._ask(number)
-        elif number in _ENDING:
+        elif number in ENDING:
             # The signal came a second time.
             self._end(number)
         elif number in _FORWARDED:

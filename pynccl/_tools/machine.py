@@ -7,6 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+# Where the kernel shows the devices of the PCI buses.
+PCI = "sys/bus/pci/devices"
+
 
 @dataclass(frozen=True)
 class Machine:

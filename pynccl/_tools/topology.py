@@ -9,9 +9,8 @@ from itertools import combinations, takewhile
 from xml.sax.saxutils import escape
 
 from pynccl._library import cuda
-from pynccl._tools.machine import Machine
+from pynccl._tools.machine import PCI, Machine
 
-_PCI = "sys/bus/pci/devices"
 _NODES = "sys/devices/system/node"
 
 # What joins two devices, the nearest first, by the names of nvidia-smi topo.
@@ -107,13 +106,13 @@ def _interface(machine: Machine, name: str) -> str:
 
 
 def _speed(machine: Machine, pci: str) -> str:
-    speed = machine.read(_PCI, pci, "current_link_speed")
-    width = machine.read(_PCI, pci, "current_link_width")
+    speed = machine.read(PCI, pci, "current_link_speed")
+    width = machine.read(PCI, pci, "current_link_width")
     return f", PCIe {speed.removesuffix(' PCIe')} x{width}" if speed and width else ""
 
 
 def _node_of(machine: Machine, pci: str) -> int | None:
-    text = machine.read(_PCI, pci, "numa_node") or ""
+    text = machine.read(PCI, pci, "numa_node") or ""
     # The kernel says -1 on a machine with one node, or where the firmware does not tell.
     return int(text) if text.isdecimal() else None
 
@@ -126,7 +125,7 @@ def _address(path: str) -> str | None:
 
 def bridges(machine: Machine, device: str) -> list[str]:
     """Return the PCI addresses above a device, from the root: the folders of its real path."""
-    real = os.path.realpath(machine.path(_PCI, device))
+    real = os.path.realpath(machine.path(PCI, device))
     return [part for part in real.split(os.sep)[:-1] if part.count(":") == 2]
 
 
@@ -143,7 +142,7 @@ def link(machine: Machine, one: str, other: str) -> str:
 
 
 def _root(machine: Machine, device: str) -> str:
-    real = os.path.realpath(machine.path(_PCI, device)).split(os.sep)
+    real = os.path.realpath(machine.path(PCI, device)).split(os.sep)
     return next((part for part in real if part.startswith("pci")), device)
 
 

@@ -36,7 +36,6 @@ OWN_FOLDER = "pynccl-"
 _LARGEST = 1 << 24
 # The number of closed communicators whose records are kept for automatic dumps.
 _KEPT = 8
-_EBUSY = 16
 # The result of a call that ended with an exception that has no NCCL result.
 _NO_RESULT = -1
 _UNCAUGHT = signal.SIGKILL, signal.SIGSTOP
@@ -202,7 +201,7 @@ def trace(comm: Any) -> list[TraceRecord]:
 
 def _dump(fd: int, only: Any) -> None:
     deadline = time.monotonic() + 5
-    while (error := lib.pynccl_trace_dump(fd, only)) == _EBUSY and time.monotonic() < deadline:
+    while (error := lib.pynccl_trace_dump(fd, only)) == errno.EBUSY and time.monotonic() < deadline:
         time.sleep(0.001)
     if error:
         raise OSError(error, f"the trace could not be written: {os.strerror(error)}")
@@ -231,7 +230,7 @@ def dump_because(kind: str, text: str) -> None:
     if _process.get("automatic"):
         error = lib.pynccl_trace_save(kind.encode(), text.encode(errors="replace"))
         # EBUSY: the dump that is being written is followed by another one.
-        if error not in (0, _EBUSY) and not _process.get("lost"):
+        if error not in (0, errno.EBUSY) and not _process.get("lost"):
             _process["lost"] = True
             why = os.strerror(error)
             # The failure itself matters more than a failed dump.

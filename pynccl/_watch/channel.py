@@ -36,7 +36,7 @@ GONE, LATE = -2, -3
 _KEY = 16
 # Seconds for a connection to prove the key, for each 64 ranks, and for a rank to connect after the library
 # reported an error.
-_HELLO_SECONDS, _FAST_RANKS = 5.0, 64
+_HELLO_SECONDS = 5.0
 _LAST_SECONDS = 0.5
 _SLICE = 0.1
 _HELLO = struct.Struct("!16sII")
@@ -215,7 +215,7 @@ class _Links:
         deadline: float | None,
     ) -> None:
         self.rank, self.size, self.neighbours, self.deadline = rank, size, neighbours, deadline
-        self.patience = _HELLO_SECONDS * -(-size // _FAST_RANKS)
+        self.patience = _HELLO_SECONDS * -(-size // lib.PYNCCL_FAST_RANKS)
         self.secret, self.key = secret, key
         self.listener = listener
         self.found: dict[int, socket.socket | None] = {}

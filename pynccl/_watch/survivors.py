@@ -18,11 +18,11 @@ from pynccl._watch.watchdog import Handle, Watch
 
 # Seconds of an agreement if the communicator has no time-out.
 SECONDS = 60.0
-_SLICE_MS = 100
+_SLICE_MS = lib.PYNCCL_SLICE_MS
 # Seconds to wait for the report of a death after an error of the library, and for the proof of a death.
 _LATE, _PROOF = 1.0, 2.5
 # Seconds within which a rank that can be reached gives a sign of life, for each 64 ranks; between two looks.
-_RESPONSE, _FAST_RANKS, _RESPONSE_STEP = 1.2, 64, 0.01
+_RESPONSE, _RESPONSE_STEP = 1.2, 0.01
 # Seconds that a rank with the last decision waits for the other ranks to have it.
 _LINGER = 1.0
 # Kinds of agreements: a shrink with abort=True, another shrink, and grow. With _BEGUN: a rank has begun one.
@@ -146,7 +146,7 @@ class Survivors:
 
         Their failure may be known to another communicator only, for example to one that was split from this.
         """
-        deadline = time.monotonic() + _RESPONSE * -(-self.size // _FAST_RANKS)
+        deadline = time.monotonic() + _RESPONSE * -(-self.size // lib.PYNCCL_FAST_RANKS)
         unsure = named & ~self.watch.suspects
         heard = {rank: self._heard(rank) for rank in ranks_in(unsure)}
         respond = 0

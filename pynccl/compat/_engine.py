@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import numpy as np
 
+from pynccl import capi
 from pynccl._arrays import dtypes
 from pynccl._arrays.buffers import kind_of, shape_of
 from pynccl._comm.communicator import Communicator
@@ -26,9 +27,6 @@ from pynccl.compat._wrapper import NCCLLibrary, Pointer, id_bytes, ncclComm_t, n
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-# What ncclCommWindowRegister takes for a window whose memory is symmetric.
-_SYMMETRIC = 1
 
 
 class _Nest:
@@ -210,7 +208,7 @@ class Engine:
 
     def register_comm_window_raw(self, ptr: int, size: int) -> ctypes.c_void_p:
         """Make memory of every rank a symmetric window; every rank calls it. Return the window's handle."""
-        return self.nccl.ncclCommWindowRegister(self.comm, ptr, size, _SYMMETRIC)
+        return self.nccl.ncclCommWindowRegister(self.comm, ptr, size, capi.NCCL_WIN_COLL_SYMMETRIC)
 
     def deregister_comm_window(self, window: Pointer) -> None:
         """Release a window; its memory stays."""

@@ -8,9 +8,6 @@
 #include "ring.h"
 #include "watchdog.h"
 
-// Python handles signals between two slices.
-#define SLICE_MS 100
-
 __thread pynccl_list* pynccl_recording;
 
 int pynccl_is_recording(void) { return pynccl_recording != NULL; }
@@ -216,7 +213,7 @@ static inline void pynccl_tally_result(const pynccl_call* c, int result) {
 static int pynccl_wait(uintptr_t comm, uintptr_t stream) {
   // Inside ncclGroupStart the call is not issued yet.
   if (pynccl_depth) return 0;
-  const int r = pyncclCpuStreamSynchronize(comm, stream, SLICE_MS);
+  const int r = pyncclCpuStreamSynchronize(comm, stream, PYNCCL_SLICE_MS);
   return r == ncclInProgress ? PYNCCL_WAITING : r;
 }
 

@@ -60,8 +60,8 @@ int pynccl_list_leave_mine(pynccl_list* list);
 void pynccl_comm_reached(pynccl_comm* comm, uintptr_t stream, uint64_t position);
 
 // Issue a copy of a template with these buffers and this stream. `wait` (a host array without a stream):
-// return when the call is complete, or PYNCCL_WAITING after SLICE_MS. The short form uses the communicator's
-// default stream.
+// return when the call is complete, or PYNCCL_WAITING after PYNCCL_SLICE_MS. The short form uses the
+// communicator's default stream.
 int pynccl_issue(const pynccl_call* like, uintptr_t send, uintptr_t recv, size_t count, uintptr_t stream,
                  int wait);
 int pynccl_issue_usual(const pynccl_call* like, uintptr_t send, uintptr_t recv, size_t count);

@@ -39,8 +39,6 @@
 
 #define TICK_MS 50
 #define BEAT_NS (250 * MS)
-// With more ranks everything takes longer, in proportion.
-#define FAST_RANKS 64
 // Between heartbeats to neighbours when others are asked: within ENDING_NS.
 #define RARE_BEAT_NS (1000 * MS)
 // Deaths within this time count as one event, so that all survivors name the same ranks.

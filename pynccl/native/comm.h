@@ -6,6 +6,10 @@
 
 typedef struct pynccl_watch pynccl_watch;
 
+// Milliseconds of one slice of a wait. Python handles signals between two slices, and looks for the verdict
+// of the watchdog.
+enum pynccl_slice { PYNCCL_SLICE_MS = 100 };
+
 // What the calls of one kind have added up to. The thread that is in the communicator writes it.
 typedef struct pynccl_tally {
   uint64_t calls;

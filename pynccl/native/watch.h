@@ -4,6 +4,9 @@
 
 #include "comm.h"
 
+// With more ranks than these everything of the control channel takes longer, in proportion.
+enum pynccl_channel_size { PYNCCL_FAST_RANKS = 64 };
+
 enum pynccl_trouble {
   PYNCCL_FINE,
   PYNCCL_RANKS_FAILED,    // died, stopped, or aborted

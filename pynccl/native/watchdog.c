@@ -327,7 +327,7 @@ int pynccl_watch_start(pynccl_comm* comm, const int* sockets, int mesh, int64_t 
   w->context = context;
   w->on_failure = on_failure;
   w->timeout = timeout_ms * MS;
-  w->beat = BEAT_NS * ((w->size + FAST_RANKS - 1) / FAST_RANKS);
+  w->beat = BEAT_NS * ((w->size + PYNCCL_FAST_RANKS - 1) / PYNCCL_FAST_RANKS);
   w->mesh = w->size <= mesh;
   w->rhythm = w->mesh ? w->beat : RARE_BEAT_NS;
   w->step_count = pynccl_watch_neighbours(w->size, mesh, w->steps);

@@ -15,6 +15,11 @@ ONCE = {
     '"float16"': "cpu/base/generated.inc",
     '"float8_e4m3fn"': "cpu/base/generated.inc",
     '"NCCL_DEBUG_SUBSYS"': "bootstrap/_variables.py",
+    '"sys/bus/pci/devices"': "_tools/machine.py",
+    "signal.SIGHUP, signal.SIGQUIT)": "_run/launch.py",
+    "FAST_RANKS = 64": "native/watch.h",
+    "SLICE_MS = 100": "native/comm.h",
+    "NON_BLOCKING = 1": "_library/cuda.py",
 }
 
 

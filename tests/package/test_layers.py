@@ -283,4 +283,19 @@ def test_the_picture_shows_the_floors() -> None:
     assert set(drawn) == {name for names in FLOORS for name in names}
     levels = [[drawn[name] for name in names] for names in FLOORS]
     for lower, upper in pairwise(levels):
-        assert min(lower) > max(upper) or lower == upper
+        assert min(lower) > max(upper)
+
+
+def test_the_table_of_rooms_names_modules_that_are_there() -> None:
+    """docs/architecture.md: the lower-case names in a room's row are its modules."""
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (`[^|]+) \| ([^|]+) \|$", text, re.M)
+    rooms = {room: what for where, what in rows for room in re.findall(r"`(\w+)/`", where)}
+    assert len(rooms) > 10
+    missing = [
+        f"{room}/{name}"
+        for room, what in rooms.items()
+        for name in re.findall(r"`(\w+)/?`", what)
+        if not {name, f"{name}.py"} & {path.name for path in (PACKAGE / room).iterdir()}
+    ]
+    assert not missing

@@ -11,10 +11,9 @@ from pynccl._errors import NcclError
 from pynccl._library import cuda
 from pynccl._tools.doctor.finding import Finding, error, ok, warning
 from pynccl._tools.doctor.libraries import loaded
-from pynccl._tools.machine import Machine, cpu_list
+from pynccl._tools.machine import PCI, Machine, cpu_list
 from pynccl._tools.topology import LINKS, bridges, link
 
-_PCI = "sys/bus/pci/devices"
 # PCI Express: where extended capabilities begin, the number of ACS, and its control bits that redirect.
 _EXTENDED, _ACS = 0x100, 0x0D
 _REDIRECTS = 0x04 | 0x08
@@ -139,7 +138,7 @@ def check_pcie(machine: Machine) -> Iterator[Finding]:
     found, narrow = [], []
     for gpu in machine.gpus():
         names = ("current_link_speed", "current_link_width", "max_link_width")
-        speed, width, most = (machine.read(_PCI, gpu, name) for name in names)
+        speed, width, most = (machine.read(PCI, gpu, name) for name in names)
         if not (speed and width and most and width.isdecimal() and most.isdecimal()):
             continue
         # An idle device lowers its speed, and no width.
@@ -177,7 +176,7 @@ def check_acs(machine: Machine) -> Iterator[Finding]:
 
 def _redirects(machine: Machine, bridge: str) -> bool:
     try:
-        config = machine.path(_PCI, bridge, "config").read_bytes()
+        config = machine.path(PCI, bridge, "config").read_bytes()
     except OSError:
         return False
     at = _EXTENDED
@@ -211,7 +210,7 @@ def check_affinity(machine: Machine) -> Iterator[Finding]:
     if not count or len(nodes) < 2:
         return
     device = (local or 0) % count
-    node = machine.read(_PCI, cuda.device_pci(device), "numa_node")
+    node = machine.read(PCI, cuda.device_pci(device), "numa_node")
     cpus = machine.read("sys/devices/system/node", f"node{node}", "cpulist")
     if cpus is None:
         yield ok("NUMA", f"the NUMA node of device {device} is not known")
