@@ -53,6 +53,7 @@ INTS = frozenset(
         *("revokeFlags", "shrinkFlags", "winFlags", "flags", "sigIdx", "ctx", "datatype", "op"),
         *(
             "thread",
+            "limited",
             "on",
             "purpose",
             "lsaRank",
