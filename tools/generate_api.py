@@ -151,7 +151,7 @@ class Caller:
         out += result
         if len(out) > 1:
             raise ValueError(f"{f.name} has several results: write it by hand")
-        params, values, ints = [], [], []
+        params, values, ints, types = [], [], [], []
         for ctype, name in (*f.params, *result):
             if (ctype, name) in out:
                 values.append("out")
@@ -159,7 +159,9 @@ class Caller:
                 hint, value = self._argument(ctype, name)
                 params.append(f"{name}: {hint}")
                 values.append(value)
-                ints += [f"{name}={name}"] if hint == "int" else []
+                if hint == "int":
+                    ints.append(f"{name}={name}")
+                    types.append(self._binding.python_type(ctype))
         comm = ", comm" if any(name == "comm" for _, name in f.params) else ""
         call = f"if r := _library.{f.name}({', '.join(values)}):"
         hint, cell, answer = self._answer(f, out[0][0] if out else None)
@@ -168,7 +170,7 @@ class Caller:
         lines += [f"    {line}" for line in self._prepare(f)]
         guarded = [call, f'    _check(r, "{f.name}"{comm})']
         if ints:
-            refusal = f"    raise _unfit(error, {', '.join(ints)}) from None"
+            refusal = f'    raise _unfit(error, "{", ".join(types)}", {", ".join(ints)}) from None'
             caught = ["except (TypeError, OverflowError) as error:", refusal]
             guarded = ["try:", *(f"    {line}" for line in guarded), *caught]
         lines += [f"    {line}" for line in guarded]

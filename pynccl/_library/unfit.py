@@ -5,6 +5,8 @@ from __future__ import annotations
 from operator import index
 from typing import Any
 
+from pynccl._library.binding import ffi
+
 # Says what an int stands for, by the parameter's name.
 _EXPECTED = {
     "comm": "the handle, such as Communicator.handle",
@@ -13,14 +15,19 @@ _EXPECTED = {
 _ADDRESS = "the address, such as array.ctypes.data, array.data.ptr or tensor.data_ptr()"
 
 
-def unfit(error: TypeError | OverflowError, **values: Any) -> TypeError | OverflowError:
-    """Return the error that names the one of `values` which is no int, or does not fit; else `error`."""
-    for name, value in values.items():
+def unfit(error: TypeError | OverflowError, types: str, **values: Any) -> TypeError | OverflowError:
+    """Return the error that names the one of `values` which is no int, or does not fit; else `error`.
+
+    `types` has their C types, in the same order: "uintptr_t, int".
+    """
+    for (name, value), ctype in zip(values.items(), types.split(", "), strict=True):
         try:
             number = index(value)
         except TypeError:
             return TypeError(f"{name} is of type {type(value).__qualname__}; expected {_expected(name)}")
-        if isinstance(error, OverflowError) and _is_cause(number, str(error)):
+        try:
+            ffi.new(f"{ctype}*", number)
+        except OverflowError:
             return OverflowError(f"{name} is {number}; expected an int that fits its C type ({error})")
     return error
 
@@ -28,10 +35,3 @@ def unfit(error: TypeError | OverflowError, **values: Any) -> TypeError | Overfl
 def _expected(name: str) -> str:
     meaning = _ADDRESS if "buf" in name or name == "ptr" else _EXPECTED.get(name)
     return f"an int: {meaning}" if meaning else "an int"
-
-
-def _is_cause(number: int, text: str) -> bool:
-    """Tell whether this number is the one that a conversion's error text means."""
-    if "negative" in text:
-        return number < 0
-    return str(number) in text.split() or not -(1 << 63) <= number < 1 << 64

@@ -401,7 +401,8 @@ class NcclCommunicator:
             answer = template(send, recv, count, stream, 0)
         except (TypeError, OverflowError) as error:
             numbers = {"count": count, "datatype": datatype, "op": op, _root_name(kind): root}
-            raise _unfit(error, sendbuf=send, recvbuf=recv, **numbers, stream=stream) from None
+            types = "uintptr_t, uintptr_t, size_t, int, int, int, uintptr_t"
+            raise _unfit(error, types, sendbuf=send, recvbuf=recv, **numbers, stream=stream) from None
         if answer:
             self._after(answer, kind, stream)
 
@@ -517,7 +518,7 @@ def _require_ints(**values: int) -> None:
         try:
             _ffi.new("int*", value)
         except (TypeError, OverflowError) as error:
-            raise _unfit(error, **{name: value}) from None
+            raise _unfit(error, "int", **{name: value}) from None
 
 
 def _options(config: NcclConfig | None) -> _Config | None:

@@ -212,6 +212,11 @@ def test_wrong_python_arguments(run_python: Run, null: str) -> None:
             capi.ncclSend(-1, 2, 7, 0, 1, 0)
         with pytest.raises(OverflowError, match="^peer is 2147483648; expected an int that fits its C type"):
             capi.ncclSend(1, 2, 7, 2**31, 1, 0)
+        # Python's error does not name the number: an int can be negative, a handle cannot.
+        with pytest.raises(OverflowError, match="^comm is -1; expected an int that fits its C type"):
+            capi.ncclSend(1, 2, 7, -3, -1, 0)
+        with pytest.raises(OverflowError, match="^peer is -2147483649; expected an int that fits its C type"):
+            capi.ncclSend(1, 2, 7, -(2**31) - 1, 1, 0)
         with pytest.raises(OverflowError, match="^stream is 1180591620717411303424; expected"):
             capi.ncclSend(1, 2, 7, 0, 1, 2**70)
         """.replace("\n        ", "\n"),

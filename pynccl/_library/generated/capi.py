@@ -24,7 +24,7 @@ def ncclMemAlloc(size: int) -> int:
         if r := _library.ncclMemAlloc(out, size):
             _check(r, "ncclMemAlloc")
     except (TypeError, OverflowError) as error:
-        raise _unfit(error, size=size) from None
+        raise _unfit(error, "size_t", size=size) from None
     return int(out[0])
 
 
@@ -33,7 +33,7 @@ def ncclMemFree(ptr: int) -> int:
         if r := _library.ncclMemFree(ptr):
             _check(r, "ncclMemFree")
     except (TypeError, OverflowError) as error:
-        raise _unfit(error, ptr=ptr) from None
+        raise _unfit(error, "uintptr_t", ptr=ptr) from None
     return r
 
 
@@ -56,7 +56,7 @@ def ncclCommFinalize(comm: int) -> int:
         if r := _library.ncclCommFinalize(comm):
             _check(r, "ncclCommFinalize", comm)
     except (TypeError, OverflowError) as error:
-        raise _unfit(error, comm=comm) from None
+        raise _unfit(error, "uintptr_t", comm=comm) from None
     return r
 
 
@@ -65,7 +65,7 @@ def ncclCommRevoke(comm: int, revokeFlags: int) -> int:
         if r := _library.ncclCommRevoke(comm, revokeFlags):
             _check(r, "ncclCommRevoke", comm)
     except (TypeError, OverflowError) as error:
-        raise _unfit(error, comm=comm, revokeFlags=revokeFlags) from None
+        raise _unfit(error, "uintptr_t, int", comm=comm, revokeFlags=revokeFlags) from None
     return r
 
 
@@ -75,7 +75,7 @@ def ncclCommGetUniqueId(comm: int) -> bytes:
         if r := _library.ncclCommGetUniqueId(comm, out):
             _check(r, "ncclCommGetUniqueId", comm)
     except (TypeError, OverflowError) as error:
-        raise _unfit(error, comm=comm) from None
+        raise _unfit(error, "uintptr_t", comm=comm) from None
     return bytes(_buffer(out))
 
 
@@ -90,7 +90,7 @@ def ncclCommGetAsyncError(comm: int) -> int:
         if r := _library.ncclCommGetAsyncError(comm, out):
             _check(r, "ncclCommGetAsyncError", comm)
     except (TypeError, OverflowError) as error:
-        raise _unfit(error, comm=comm) from None
+        raise _unfit(error, "uintptr_t", comm=comm) from None
     return int(out[0])
 
 
@@ -100,7 +100,7 @@ def ncclCommCount(comm: int) -> int:
         if r := _library.ncclCommCount(comm, out):
             _check(r, "ncclCommCount", comm)
     except (TypeError, OverflowError) as error:
-        raise _unfit(error, comm=comm) from None
+        raise _unfit(error, "uintptr_t", comm=comm) from None
     return int(out[0])
 
 
@@ -110,7 +110,7 @@ def ncclCommCuDevice(comm: int) -> int:
         if r := _library.ncclCommCuDevice(comm, out):
             _check(r, "ncclCommCuDevice", comm)
     except (TypeError, OverflowError) as error:
-        raise _unfit(error, comm=comm) from None
+        raise _unfit(error, "uintptr_t", comm=comm) from None
     return int(out[0])
 
 
@@ -120,7 +120,7 @@ def ncclCommUserRank(comm: int) -> int:
         if r := _library.ncclCommUserRank(comm, out):
             _check(r, "ncclCommUserRank", comm)
     except (TypeError, OverflowError) as error:
-        raise _unfit(error, comm=comm) from None
+        raise _unfit(error, "uintptr_t", comm=comm) from None
     return int(out[0])
 
 
@@ -130,7 +130,7 @@ def ncclCommRegister(comm: int, buff: int, size: int) -> int:
         if r := _library.ncclCommRegister(comm, buff, size, out):
             _check(r, "ncclCommRegister", comm)
     except (TypeError, OverflowError) as error:
-        raise _unfit(error, comm=comm, buff=buff, size=size) from None
+        raise _unfit(error, "uintptr_t, uintptr_t, size_t", comm=comm, buff=buff, size=size) from None
     return int(out[0])
 
 
@@ -139,7 +139,7 @@ def ncclCommDeregister(comm: int, handle: int) -> int:
         if r := _library.ncclCommDeregister(comm, handle):
             _check(r, "ncclCommDeregister", comm)
     except (TypeError, OverflowError) as error:
-        raise _unfit(error, comm=comm, handle=handle) from None
+        raise _unfit(error, "uintptr_t, uintptr_t", comm=comm, handle=handle) from None
     return r
 
 
@@ -148,7 +148,7 @@ def ncclCommSuspend(comm: int, flags: int) -> int:
         if r := _library.ncclCommSuspend(comm, flags):
             _check(r, "ncclCommSuspend", comm)
     except (TypeError, OverflowError) as error:
-        raise _unfit(error, comm=comm, flags=flags) from None
+        raise _unfit(error, "uintptr_t, int", comm=comm, flags=flags) from None
     return r
 
 
@@ -157,7 +157,7 @@ def ncclCommResume(comm: int) -> int:
         if r := _library.ncclCommResume(comm):
             _check(r, "ncclCommResume", comm)
     except (TypeError, OverflowError) as error:
-        raise _unfit(error, comm=comm) from None
+        raise _unfit(error, "uintptr_t", comm=comm) from None
     return r
 
 
@@ -167,7 +167,7 @@ def ncclCommMemStats(comm: int, stat: int) -> int:
         if r := _library.ncclCommMemStats(comm, stat, out):
             _check(r, "ncclCommMemStats", comm)
     except (TypeError, OverflowError) as error:
-        raise _unfit(error, comm=comm, stat=stat) from None
+        raise _unfit(error, "uintptr_t, int", comm=comm, stat=stat) from None
     return int(out[0])
 
 
@@ -176,7 +176,7 @@ def ncclCommWindowDeregister(comm: int, win: int) -> int:
         if r := _library.ncclCommWindowDeregister(comm, win):
             _check(r, "ncclCommWindowDeregister", comm)
     except (TypeError, OverflowError) as error:
-        raise _unfit(error, comm=comm, win=win) from None
+        raise _unfit(error, "uintptr_t, uintptr_t", comm=comm, win=win) from None
     return r
 
 
@@ -186,7 +186,7 @@ def ncclWinGetUserPtr(comm: int, win: int) -> int:
         if r := _library.ncclWinGetUserPtr(comm, win, out):
             _check(r, "ncclWinGetUserPtr", comm)
     except (TypeError, OverflowError) as error:
-        raise _unfit(error, comm=comm, win=win) from None
+        raise _unfit(error, "uintptr_t, uintptr_t", comm=comm, win=win) from None
     return int(out[0])
 
 
@@ -196,7 +196,14 @@ def ncclRedOpCreatePreMulSum(scalar: int, datatype: int, residence: int, comm: i
         if r := _library.ncclRedOpCreatePreMulSum(out, scalar, datatype, residence, comm):
             _check(r, "ncclRedOpCreatePreMulSum", comm)
     except (TypeError, OverflowError) as error:
-        raise _unfit(error, scalar=scalar, datatype=datatype, residence=residence, comm=comm) from None
+        raise _unfit(
+            error,
+            "uintptr_t, int, int, uintptr_t",
+            scalar=scalar,
+            datatype=datatype,
+            residence=residence,
+            comm=comm,
+        ) from None
     return int(out[0])
 
 
@@ -205,7 +212,7 @@ def ncclRedOpDestroy(op: int, comm: int) -> int:
         if r := _library.ncclRedOpDestroy(op, comm):
             _check(r, "ncclRedOpDestroy", comm)
     except (TypeError, OverflowError) as error:
-        raise _unfit(error, op=op, comm=comm) from None
+        raise _unfit(error, "int, uintptr_t", op=op, comm=comm) from None
     return r
 
 
@@ -218,6 +225,7 @@ def ncclReduce(
     except (TypeError, OverflowError) as error:
         raise _unfit(
             error,
+            "uintptr_t, uintptr_t, size_t, int, int, int, uintptr_t, uintptr_t",
             sendbuff=sendbuff,
             recvbuff=recvbuff,
             count=count,
@@ -236,7 +244,14 @@ def ncclBcast(buff: int, count: int, datatype: int, root: int, comm: int, stream
             _check(r, "ncclBcast", comm)
     except (TypeError, OverflowError) as error:
         raise _unfit(
-            error, buff=buff, count=count, datatype=datatype, root=root, comm=comm, stream=stream
+            error,
+            "uintptr_t, size_t, int, int, uintptr_t, uintptr_t",
+            buff=buff,
+            count=count,
+            datatype=datatype,
+            root=root,
+            comm=comm,
+            stream=stream,
         ) from None
     return r
 
@@ -250,6 +265,7 @@ def ncclBroadcast(
     except (TypeError, OverflowError) as error:
         raise _unfit(
             error,
+            "uintptr_t, uintptr_t, size_t, int, int, uintptr_t, uintptr_t",
             sendbuff=sendbuff,
             recvbuff=recvbuff,
             count=count,
@@ -270,6 +286,7 @@ def ncclAllReduce(
     except (TypeError, OverflowError) as error:
         raise _unfit(
             error,
+            "uintptr_t, uintptr_t, size_t, int, int, uintptr_t, uintptr_t",
             sendbuff=sendbuff,
             recvbuff=recvbuff,
             count=count,
@@ -290,6 +307,7 @@ def ncclReduceScatter(
     except (TypeError, OverflowError) as error:
         raise _unfit(
             error,
+            "uintptr_t, uintptr_t, size_t, int, int, uintptr_t, uintptr_t",
             sendbuff=sendbuff,
             recvbuff=recvbuff,
             recvcount=recvcount,
@@ -308,6 +326,7 @@ def ncclAllGather(sendbuff: int, recvbuff: int, sendcount: int, datatype: int, c
     except (TypeError, OverflowError) as error:
         raise _unfit(
             error,
+            "uintptr_t, uintptr_t, size_t, int, uintptr_t, uintptr_t",
             sendbuff=sendbuff,
             recvbuff=recvbuff,
             sendcount=sendcount,
@@ -325,6 +344,7 @@ def ncclAlltoAll(sendbuff: int, recvbuff: int, count: int, datatype: int, comm: 
     except (TypeError, OverflowError) as error:
         raise _unfit(
             error,
+            "uintptr_t, uintptr_t, size_t, int, uintptr_t, uintptr_t",
             sendbuff=sendbuff,
             recvbuff=recvbuff,
             count=count,
@@ -344,6 +364,7 @@ def ncclGather(
     except (TypeError, OverflowError) as error:
         raise _unfit(
             error,
+            "uintptr_t, uintptr_t, size_t, int, int, uintptr_t, uintptr_t",
             sendbuff=sendbuff,
             recvbuff=recvbuff,
             count=count,
@@ -364,6 +385,7 @@ def ncclScatter(
     except (TypeError, OverflowError) as error:
         raise _unfit(
             error,
+            "uintptr_t, uintptr_t, size_t, int, int, uintptr_t, uintptr_t",
             sendbuff=sendbuff,
             recvbuff=recvbuff,
             count=count,
@@ -392,6 +414,7 @@ def ncclAllReduceConfig(
     except (TypeError, OverflowError) as error:
         raise _unfit(
             error,
+            "uintptr_t, uintptr_t, size_t, int, int, uintptr_t, uintptr_t",
             sendbuff=sendbuff,
             recvbuff=recvbuff,
             count=count,
@@ -420,6 +443,7 @@ def ncclBroadcastConfig(
     except (TypeError, OverflowError) as error:
         raise _unfit(
             error,
+            "uintptr_t, uintptr_t, size_t, int, int, uintptr_t, uintptr_t",
             sendbuff=sendbuff,
             recvbuff=recvbuff,
             count=count,
@@ -449,6 +473,7 @@ def ncclReduceConfig(
     except (TypeError, OverflowError) as error:
         raise _unfit(
             error,
+            "uintptr_t, uintptr_t, size_t, int, int, int, uintptr_t, uintptr_t",
             sendbuff=sendbuff,
             recvbuff=recvbuff,
             count=count,
@@ -477,6 +502,7 @@ def ncclAllGatherConfig(
     except (TypeError, OverflowError) as error:
         raise _unfit(
             error,
+            "uintptr_t, uintptr_t, size_t, int, uintptr_t, uintptr_t",
             sendbuff=sendbuff,
             recvbuff=recvbuff,
             sendcount=sendcount,
@@ -506,6 +532,7 @@ def ncclReduceScatterConfig(
     except (TypeError, OverflowError) as error:
         raise _unfit(
             error,
+            "uintptr_t, uintptr_t, size_t, int, int, uintptr_t, uintptr_t",
             sendbuff=sendbuff,
             recvbuff=recvbuff,
             recvcount=recvcount,
@@ -533,6 +560,7 @@ def ncclAlltoAllConfig(
     except (TypeError, OverflowError) as error:
         raise _unfit(
             error,
+            "uintptr_t, uintptr_t, size_t, int, uintptr_t, uintptr_t",
             sendbuff=sendbuff,
             recvbuff=recvbuff,
             count=count,
@@ -560,6 +588,7 @@ def ncclGatherConfig(
     except (TypeError, OverflowError) as error:
         raise _unfit(
             error,
+            "uintptr_t, uintptr_t, size_t, int, int, uintptr_t, uintptr_t",
             sendbuff=sendbuff,
             recvbuff=recvbuff,
             count=count,
@@ -588,6 +617,7 @@ def ncclScatterConfig(
     except (TypeError, OverflowError) as error:
         raise _unfit(
             error,
+            "uintptr_t, uintptr_t, size_t, int, int, uintptr_t, uintptr_t",
             sendbuff=sendbuff,
             recvbuff=recvbuff,
             count=count,
@@ -605,7 +635,14 @@ def ncclSend(sendbuff: int, count: int, datatype: int, peer: int, comm: int, str
             _check(r, "ncclSend", comm)
     except (TypeError, OverflowError) as error:
         raise _unfit(
-            error, sendbuff=sendbuff, count=count, datatype=datatype, peer=peer, comm=comm, stream=stream
+            error,
+            "uintptr_t, size_t, int, int, uintptr_t, uintptr_t",
+            sendbuff=sendbuff,
+            count=count,
+            datatype=datatype,
+            peer=peer,
+            comm=comm,
+            stream=stream,
         ) from None
     return r
 
@@ -616,7 +653,14 @@ def ncclRecv(recvbuff: int, count: int, datatype: int, peer: int, comm: int, str
             _check(r, "ncclRecv", comm)
     except (TypeError, OverflowError) as error:
         raise _unfit(
-            error, recvbuff=recvbuff, count=count, datatype=datatype, peer=peer, comm=comm, stream=stream
+            error,
+            "uintptr_t, size_t, int, int, uintptr_t, uintptr_t",
+            recvbuff=recvbuff,
+            count=count,
+            datatype=datatype,
+            peer=peer,
+            comm=comm,
+            stream=stream,
         ) from None
     return r
 
@@ -642,6 +686,7 @@ def ncclPutSignal(
     except (TypeError, OverflowError) as error:
         raise _unfit(
             error,
+            "uintptr_t, size_t, int, int, uintptr_t, size_t, int, int, unsigned int, uintptr_t, uintptr_t",
             localbuff=localbuff,
             count=count,
             datatype=datatype,
@@ -663,7 +708,14 @@ def ncclSignal(peer: int, sigIdx: int, ctx: int, flags: int, comm: int, stream: 
             _check(r, "ncclSignal", comm)
     except (TypeError, OverflowError) as error:
         raise _unfit(
-            error, peer=peer, sigIdx=sigIdx, ctx=ctx, flags=flags, comm=comm, stream=stream
+            error,
+            "int, int, int, unsigned int, uintptr_t, uintptr_t",
+            peer=peer,
+            sigIdx=sigIdx,
+            ctx=ctx,
+            flags=flags,
+            comm=comm,
+            stream=stream,
         ) from None
     return r
 
@@ -693,7 +745,7 @@ def ncclParamGetI8(h: int) -> int:
         if r := _library.ncclParamGetI8(h, out):
             _check(r, "ncclParamGetI8")
     except (TypeError, OverflowError) as error:
-        raise _unfit(error, h=h) from None
+        raise _unfit(error, "uintptr_t", h=h) from None
     return int(out[0])
 
 
@@ -703,7 +755,7 @@ def ncclParamGetI16(h: int) -> int:
         if r := _library.ncclParamGetI16(h, out):
             _check(r, "ncclParamGetI16")
     except (TypeError, OverflowError) as error:
-        raise _unfit(error, h=h) from None
+        raise _unfit(error, "uintptr_t", h=h) from None
     return int(out[0])
 
 
@@ -713,7 +765,7 @@ def ncclParamGetI32(h: int) -> int:
         if r := _library.ncclParamGetI32(h, out):
             _check(r, "ncclParamGetI32")
     except (TypeError, OverflowError) as error:
-        raise _unfit(error, h=h) from None
+        raise _unfit(error, "uintptr_t", h=h) from None
     return int(out[0])
 
 
@@ -723,7 +775,7 @@ def ncclParamGetI64(h: int) -> int:
         if r := _library.ncclParamGetI64(h, out):
             _check(r, "ncclParamGetI64")
     except (TypeError, OverflowError) as error:
-        raise _unfit(error, h=h) from None
+        raise _unfit(error, "uintptr_t", h=h) from None
     return int(out[0])
 
 
@@ -733,7 +785,7 @@ def ncclParamGetU8(h: int) -> int:
         if r := _library.ncclParamGetU8(h, out):
             _check(r, "ncclParamGetU8")
     except (TypeError, OverflowError) as error:
-        raise _unfit(error, h=h) from None
+        raise _unfit(error, "uintptr_t", h=h) from None
     return int(out[0])
 
 
@@ -743,7 +795,7 @@ def ncclParamGetU16(h: int) -> int:
         if r := _library.ncclParamGetU16(h, out):
             _check(r, "ncclParamGetU16")
     except (TypeError, OverflowError) as error:
-        raise _unfit(error, h=h) from None
+        raise _unfit(error, "uintptr_t", h=h) from None
     return int(out[0])
 
 
@@ -753,7 +805,7 @@ def ncclParamGetU32(h: int) -> int:
         if r := _library.ncclParamGetU32(h, out):
             _check(r, "ncclParamGetU32")
     except (TypeError, OverflowError) as error:
-        raise _unfit(error, h=h) from None
+        raise _unfit(error, "uintptr_t", h=h) from None
     return int(out[0])
 
 
@@ -763,7 +815,7 @@ def ncclParamGetU64(h: int) -> int:
         if r := _library.ncclParamGetU64(h, out):
             _check(r, "ncclParamGetU64")
     except (TypeError, OverflowError) as error:
-        raise _unfit(error, h=h) from None
+        raise _unfit(error, "uintptr_t", h=h) from None
     return int(out[0])
 
 
@@ -773,7 +825,7 @@ def ncclParamGetStr(h: int) -> str:
         if r := _library.ncclParamGetStr(h, out):
             _check(r, "ncclParamGetStr")
     except (TypeError, OverflowError) as error:
-        raise _unfit(error, h=h) from None
+        raise _unfit(error, "uintptr_t", h=h) from None
     return _text(out[0])
 
 
@@ -788,7 +840,7 @@ def ncclGetLsaDevicePointer(window: int, offset: int, lsaRank: int) -> int:
         if r := _library.ncclGetLsaDevicePointer(window, offset, lsaRank, out):
             _check(r, "ncclGetLsaDevicePointer")
     except (TypeError, OverflowError) as error:
-        raise _unfit(error, window=window, offset=offset, lsaRank=lsaRank) from None
+        raise _unfit(error, "uintptr_t, size_t, int", window=window, offset=offset, lsaRank=lsaRank) from None
     return int(out[0])
 
 
@@ -798,7 +850,7 @@ def ncclGetPeerDevicePointer(window: int, offset: int, peer: int) -> int:
         if r := _library.ncclGetPeerDevicePointer(window, offset, peer, out):
             _check(r, "ncclGetPeerDevicePointer")
     except (TypeError, OverflowError) as error:
-        raise _unfit(error, window=window, offset=offset, peer=peer) from None
+        raise _unfit(error, "uintptr_t, size_t, int", window=window, offset=offset, peer=peer) from None
     return int(out[0])
 
 
@@ -808,7 +860,7 @@ def ncclTeamWorld(comm: int) -> Team:
         if r := _library.ncclTeamWorld(comm, out):
             _check(r, "ncclTeamWorld", comm)
     except (TypeError, OverflowError) as error:
-        raise _unfit(error, comm=comm) from None
+        raise _unfit(error, "uintptr_t", comm=comm) from None
     return Team(out.nRanks, out.rank, out.stride)
 
 
@@ -818,7 +870,7 @@ def ncclTeamLsa(comm: int) -> Team:
         if r := _library.ncclTeamLsa(comm, out):
             _check(r, "ncclTeamLsa", comm)
     except (TypeError, OverflowError) as error:
-        raise _unfit(error, comm=comm) from None
+        raise _unfit(error, "uintptr_t", comm=comm) from None
     return Team(out.nRanks, out.rank, out.stride)
 
 
@@ -828,7 +880,7 @@ def ncclTeamRail(comm: int) -> Team:
         if r := _library.ncclTeamRail(comm, out):
             _check(r, "ncclTeamRail", comm)
     except (TypeError, OverflowError) as error:
-        raise _unfit(error, comm=comm) from None
+        raise _unfit(error, "uintptr_t", comm=comm) from None
     return Team(out.nRanks, out.rank, out.stride)
 
 
@@ -838,7 +890,7 @@ def ncclTeamRankToWorld(comm: int, team: Team, rank: int) -> int:
         if r := _library.ncclTeamRankToWorld(comm, _new("ncclTeam_t*", team)[0], rank, out):
             _check(r, "ncclTeamRankToWorld", comm)
     except (TypeError, OverflowError) as error:
-        raise _unfit(error, comm=comm, rank=rank) from None
+        raise _unfit(error, "uintptr_t, int", comm=comm, rank=rank) from None
     return int(out[0])
 
 
@@ -848,7 +900,7 @@ def ncclTeamRankToLsa(comm: int, team: Team, rank: int) -> int:
         if r := _library.ncclTeamRankToLsa(comm, _new("ncclTeam_t*", team)[0], rank, out):
             _check(r, "ncclTeamRankToLsa", comm)
     except (TypeError, OverflowError) as error:
-        raise _unfit(error, comm=comm, rank=rank) from None
+        raise _unfit(error, "uintptr_t, int", comm=comm, rank=rank) from None
     return int(out[0])
 
 
@@ -858,7 +910,7 @@ def ncclLLA2ACalcSlots(maxElts: int, maxEltSize: int) -> int:
         if r := _library.ncclLLA2ACalcSlots(maxElts, maxEltSize, out):
             _check(r, "ncclLLA2ACalcSlots")
     except (TypeError, OverflowError) as error:
-        raise _unfit(error, maxElts=maxElts, maxEltSize=maxEltSize) from None
+        raise _unfit(error, "int, int", maxElts=maxElts, maxEltSize=maxEltSize) from None
     return int(out[0])
 
 
@@ -868,7 +920,7 @@ def ncclGetLsaMultimemDevicePointer(window: int, offset: int) -> int:
         if r := _library.ncclGetLsaMultimemDevicePointer(window, offset, out):
             _check(r, "ncclGetLsaMultimemDevicePointer")
     except (TypeError, OverflowError) as error:
-        raise _unfit(error, window=window, offset=offset) from None
+        raise _unfit(error, "uintptr_t, size_t", window=window, offset=offset) from None
     return int(out[0])
 
 
@@ -878,7 +930,7 @@ def ncclTeamCft(comm: int, mode: int) -> Team:
         if r := _library.ncclTeamCft(comm, mode, out):
             _check(r, "ncclTeamCft", comm)
     except (TypeError, OverflowError) as error:
-        raise _unfit(error, comm=comm, mode=mode) from None
+        raise _unfit(error, "uintptr_t, int", comm=comm, mode=mode) from None
     return Team(out.nRanks, out.rank, out.stride)
 
 
@@ -888,5 +940,5 @@ def ncclTeamCftMultimem(comm: int) -> Team:
         if r := _library.ncclTeamCftMultimem(comm, out):
             _check(r, "ncclTeamCftMultimem", comm)
     except (TypeError, OverflowError) as error:
-        raise _unfit(error, comm=comm) from None
+        raise _unfit(error, "uintptr_t", comm=comm) from None
     return Team(out.nRanks, out.rank, out.stride)
