@@ -333,16 +333,19 @@ class Comm(Persistent):
 
     def Alltoallv(self, sendbuf: Any, recvbuf: Any) -> None:
         """Exchange parts of any length between all ranks; MPI.IN_PLACE as sendbuf."""
-        self._exchange("Alltoallv", several, sendbuf, recvbuf)
+        if not on_device(sendbuf=sendbuf, recvbuf=recvbuf):
+            self.mpi.Alltoallv(sendbuf, recvbuf)
+            return
+        self._exchange(several, sendbuf, recvbuf)
 
     def Alltoallw(self, sendbuf: Any, recvbuf: Any) -> None:
         """Exchange parts of any length and datatype between all ranks; MPI.IN_PLACE as sendbuf."""
-        self._exchange("Alltoallw", each_its_own, sendbuf, recvbuf)
-
-    def _exchange(self, name: str, read: Callable[..., Message], sendbuf: Any, recvbuf: Any) -> None:
         if not on_device(sendbuf=sendbuf, recvbuf=recvbuf):
-            getattr(self.mpi, name)(sendbuf, recvbuf)
+            self.mpi.Alltoallw(sendbuf, recvbuf)
             return
+        self._exchange(each_its_own, sendbuf, recvbuf)
+
+    def _exchange(self, read: Callable[..., Message], sendbuf: Any, recvbuf: Any) -> None:
         stays = in_place(sendbuf)
         recv = read(recvbuf, "recvbuf", self.size, writes=True)
         send = recv if stays else read(sendbuf, "sendbuf", self.size)
@@ -410,16 +413,19 @@ class Comm(Persistent):
 
     def Scan(self, sendbuf: Any, recvbuf: Any, op: MPI.Op = MPI.SUM) -> None:
         """Reduce the ranks up to this one; MPI.IN_PLACE as sendbuf."""
-        self._scan("Scan", sendbuf, recvbuf, op, 0)
+        if not on_device(sendbuf=sendbuf, recvbuf=recvbuf):
+            self.mpi.Scan(sendbuf, recvbuf, op)  # type: ignore[attr-defined]
+            return
+        self._scan(sendbuf, recvbuf, op, 0)
 
     def Exscan(self, sendbuf: Any, recvbuf: Any, op: MPI.Op = MPI.SUM) -> None:
         """Reduce the ranks before this one, on all but the first; MPI.IN_PLACE as sendbuf."""
-        self._scan("Exscan", sendbuf, recvbuf, op, 1)
-
-    def _scan(self, name: str, sendbuf: Any, recvbuf: Any, op: MPI.Op, first: int) -> None:
         if not on_device(sendbuf=sendbuf, recvbuf=recvbuf):
-            getattr(self.mpi, name)(sendbuf, recvbuf, op)
+            self.mpi.Exscan(sendbuf, recvbuf, op)  # type: ignore[attr-defined]
             return
+        self._scan(sendbuf, recvbuf, op, 1)
+
+    def _scan(self, sendbuf: Any, recvbuf: Any, op: MPI.Op, first: int) -> None:
         send, recv = _reduced(sendbuf, recvbuf)
         stays, reduction = send is recv, _op(op, send)
         if send.memory.dtype != send.dtype:

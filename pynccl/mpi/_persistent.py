@@ -34,7 +34,7 @@ class Persistent:
     ) -> AnyRequest:
         """Prepare Allreduce."""
         return self._init(
-            "Allreduce_init", info, lambda comm: comm.Allreduce(sendbuf, recvbuf, op), sendbuf, recvbuf
+            self.mpi.Allreduce_init, info, lambda comm: comm.Allreduce(sendbuf, recvbuf, op), sendbuf, recvbuf
         )
 
     def Reduce_init(
@@ -42,29 +42,29 @@ class Persistent:
     ) -> AnyRequest:
         """Prepare Reduce."""
         return self._init(
-            "Reduce_init", info, lambda comm: comm.Reduce(sendbuf, recvbuf, op, root), sendbuf, recvbuf
+            self.mpi.Reduce_init, info, lambda comm: comm.Reduce(sendbuf, recvbuf, op, root), sendbuf, recvbuf
         )
 
     def Bcast_init(self, buf: Any, root: int = 0, info: MPI.Info = _NO_INFO) -> AnyRequest:
         """Prepare Bcast."""
-        return self._init("Bcast_init", info, lambda comm: comm.Bcast(buf, root), buf)
+        return self._init(self.mpi.Bcast_init, info, lambda comm: comm.Bcast(buf, root), buf)
 
     def Allgather_init(self, sendbuf: Any, recvbuf: Any, info: MPI.Info = _NO_INFO) -> AnyRequest:
         """Prepare Allgather."""
         return self._init(
-            "Allgather_init", info, lambda comm: comm.Allgather(sendbuf, recvbuf), sendbuf, recvbuf
+            self.mpi.Allgather_init, info, lambda comm: comm.Allgather(sendbuf, recvbuf), sendbuf, recvbuf
         )
 
     def Allgatherv_init(self, sendbuf: Any, recvbuf: Any, info: MPI.Info = _NO_INFO) -> AnyRequest:
         """Prepare Allgatherv."""
         return self._init(
-            "Allgatherv_init", info, lambda comm: comm.Allgatherv(sendbuf, recvbuf), sendbuf, recvbuf
+            self.mpi.Allgatherv_init, info, lambda comm: comm.Allgatherv(sendbuf, recvbuf), sendbuf, recvbuf
         )
 
     def Gather_init(self, sendbuf: Any, recvbuf: Any, root: int = 0, info: MPI.Info = _NO_INFO) -> AnyRequest:
         """Prepare Gather."""
         return self._init(
-            "Gather_init", info, lambda comm: comm.Gather(sendbuf, recvbuf, root), sendbuf, recvbuf
+            self.mpi.Gather_init, info, lambda comm: comm.Gather(sendbuf, recvbuf, root), sendbuf, recvbuf
         )
 
     def Gatherv_init(
@@ -72,7 +72,7 @@ class Persistent:
     ) -> AnyRequest:
         """Prepare Gatherv."""
         return self._init(
-            "Gatherv_init", info, lambda comm: comm.Gatherv(sendbuf, recvbuf, root), sendbuf, recvbuf
+            self.mpi.Gatherv_init, info, lambda comm: comm.Gatherv(sendbuf, recvbuf, root), sendbuf, recvbuf
         )
 
     def Scatter_init(
@@ -80,7 +80,7 @@ class Persistent:
     ) -> AnyRequest:
         """Prepare Scatter."""
         return self._init(
-            "Scatter_init", info, lambda comm: comm.Scatter(sendbuf, recvbuf, root), sendbuf, recvbuf
+            self.mpi.Scatter_init, info, lambda comm: comm.Scatter(sendbuf, recvbuf, root), sendbuf, recvbuf
         )
 
     def Scatterv_init(
@@ -88,25 +88,25 @@ class Persistent:
     ) -> AnyRequest:
         """Prepare Scatterv."""
         return self._init(
-            "Scatterv_init", info, lambda comm: comm.Scatterv(sendbuf, recvbuf, root), sendbuf, recvbuf
+            self.mpi.Scatterv_init, info, lambda comm: comm.Scatterv(sendbuf, recvbuf, root), sendbuf, recvbuf
         )
 
     def Alltoall_init(self, sendbuf: Any, recvbuf: Any, info: MPI.Info = _NO_INFO) -> AnyRequest:
         """Prepare Alltoall."""
         return self._init(
-            "Alltoall_init", info, lambda comm: comm.Alltoall(sendbuf, recvbuf), sendbuf, recvbuf
+            self.mpi.Alltoall_init, info, lambda comm: comm.Alltoall(sendbuf, recvbuf), sendbuf, recvbuf
         )
 
     def Alltoallv_init(self, sendbuf: Any, recvbuf: Any, info: MPI.Info = _NO_INFO) -> AnyRequest:
         """Prepare Alltoallv."""
         return self._init(
-            "Alltoallv_init", info, lambda comm: comm.Alltoallv(sendbuf, recvbuf), sendbuf, recvbuf
+            self.mpi.Alltoallv_init, info, lambda comm: comm.Alltoallv(sendbuf, recvbuf), sendbuf, recvbuf
         )
 
     def Alltoallw_init(self, sendbuf: Any, recvbuf: Any, info: MPI.Info = _NO_INFO) -> AnyRequest:
         """Prepare Alltoallw."""
         return self._init(
-            "Alltoallw_init", info, lambda comm: comm.Alltoallw(sendbuf, recvbuf), sendbuf, recvbuf
+            self.mpi.Alltoallw_init, info, lambda comm: comm.Alltoallw(sendbuf, recvbuf), sendbuf, recvbuf
         )
 
     def Reduce_scatter_init(
@@ -119,7 +119,7 @@ class Persistent:
     ) -> AnyRequest:
         """Prepare Reduce_scatter."""
         return self._init(
-            "Reduce_scatter_init",
+            self.mpi.Reduce_scatter_init,
             info,
             lambda comm: comm.Reduce_scatter(sendbuf, recvbuf, recvcounts, op),
             sendbuf,
@@ -131,7 +131,7 @@ class Persistent:
     ) -> AnyRequest:
         """Prepare Reduce_scatter_block."""
         return self._init(
-            "Reduce_scatter_block_init",
+            self.mpi.Reduce_scatter_block_init,
             info,
             lambda comm: comm.Reduce_scatter_block(sendbuf, recvbuf, op),
             sendbuf,
@@ -142,19 +142,31 @@ class Persistent:
         self, sendbuf: Any, recvbuf: Any, op: MPI.Op = MPI.SUM, info: MPI.Info = _NO_INFO
     ) -> AnyRequest:
         """Prepare Scan."""
-        return self._init("Scan_init", info, lambda comm: comm.Scan(sendbuf, recvbuf, op), sendbuf, recvbuf)
+        return self._init(
+            # Looked up for host memory only: MPI.Comm's class lacks it.
+            lambda *args: self.mpi.Scan_init(*args),  # type: ignore[attr-defined]
+            info,
+            lambda comm: comm.Scan(sendbuf, recvbuf, op),
+            sendbuf,
+            recvbuf,
+        )
 
     def Exscan_init(
         self, sendbuf: Any, recvbuf: Any, op: MPI.Op = MPI.SUM, info: MPI.Info = _NO_INFO
     ) -> AnyRequest:
         """Prepare Exscan."""
         return self._init(
-            "Exscan_init", info, lambda comm: comm.Exscan(sendbuf, recvbuf, op), sendbuf, recvbuf
+            # Looked up for host memory only: MPI.Comm's class lacks it.
+            lambda *args: self.mpi.Exscan_init(*args),  # type: ignore[attr-defined]
+            info,
+            lambda comm: comm.Exscan(sendbuf, recvbuf, op),
+            sendbuf,
+            recvbuf,
         )
 
     def Send_init(self, buf: Any, dest: int, tag: int = 0) -> AnyRequest:
         """Prepare Send; see `Recv_init`."""
-        return self._message("Send_init", lambda comm: comm.Send(buf, dest, tag), buf, last=True)
+        return self._message(self.mpi.Send_init, lambda comm: comm.Send(buf, dest, tag), buf, last=True)
 
     def Recv_init(self, buf: Any, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG) -> AnyRequest:
         """Prepare Recv; device arrays need a source.
@@ -162,16 +174,18 @@ class Persistent:
         Messages that are started one after the other are issued as one group, so that they may be in any
         order. This happens at the next wait, test or other call of this communicator on device arrays.
         """
-        return self._message("Recv_init", lambda comm: comm.Recv(buf, source, tag), buf, last=False)
+        return self._message(self.mpi.Recv_init, lambda comm: comm.Recv(buf, source, tag), buf, last=False)
 
-    def _message(self, on_host: str, call: Call, buf: Any, last: bool) -> AnyRequest:
+    def _message(self, on_host: Callable[..., MPI.Prequest], call: Call, buf: Any, last: bool) -> AnyRequest:
         request = self._prepared(HostCalls(self.mpi, on_host), call, (buf,))
         if isinstance(request, Prequest):
             # What a send packs comes before it, what a receive unpacks after it.
             request.become_message(last=last)
         return request
 
-    def _init(self, on_host: str, info: MPI.Info, call: Call, *bufs: Any) -> AnyRequest:
+    def _init(
+        self, on_host: Callable[..., MPI.Prequest], info: MPI.Info, call: Call, *bufs: Any
+    ) -> AnyRequest:
         return self._prepared(HostCalls(self.mpi, on_host, info), call, bufs)
 
     def _prepared(self, host: HostCalls, call: Call, bufs: tuple[Any, ...]) -> AnyRequest:

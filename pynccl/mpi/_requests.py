@@ -121,9 +121,9 @@ class Steps:
 
 
 class HostCalls:
-    """MPI's communicator, whose calls are prepared instead of made, by its method `prepares`."""
+    """MPI's communicator, whose call is prepared instead of made, by its method `prepares`."""
 
-    def __init__(self, mpi: MPI.Comm, prepares: str, *info: MPI.Info) -> None:
+    def __init__(self, mpi: MPI.Comm, prepares: Callable[..., MPI.Prequest], *info: MPI.Info) -> None:
         self._mpi, self._prepares, self._info = mpi, prepares, info
         self.request: MPI.Prequest | None = None
 
@@ -134,7 +134,7 @@ class HostCalls:
         def init(*args: Any) -> None:
             # Recv_init has no status.
             given = args[:3] if name == "Recv" else args
-            self.request = getattr(self._mpi, self._prepares)(*given, *self._info)
+            self.request = self._prepares(*given, *self._info)
 
         return init
 

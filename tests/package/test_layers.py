@@ -150,6 +150,19 @@ def names_in_text(node: ast.AST) -> list[str]:
     return [part for text in texts if isinstance(text, str) for part in text.split(".")]
 
 
+def test_mpi_passes_methods_and_not_their_names() -> None:
+    """Only what forwards any attribute by `__getattr__` looks one up by its name."""
+    found = []
+    for module, tree in modules().items():
+        for function in ast.walk(tree) if room(module) == "mpi" else ():
+            if not isinstance(function, ast.FunctionDef) or function.name in ("__getattr__", "_op_text"):
+                continue
+            calls = (node for node in ast.walk(function) if isinstance(node, ast.Call) and len(node.args) > 1)
+            looked = [node for node in calls if ast.unparse(node.func) == "getattr"]
+            found += [f"{module}.{function.name}" for n in looked if not isinstance(n.args[1], ast.Constant)]
+    assert not found
+
+
 def test_nothing_imports_private_names() -> None:
     found = [
         f"{module} imports {alias.name} of {node.module}"
