@@ -11,16 +11,18 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import fake_nccl
 import null_library
 import pynccl
+from launchers import PYNCCL_RUN
 from meeting import free_port
-from processes import completed
+from processes import completed, piped
 
 pytest_plugins = ["fake_cuda", "forked_ranks", "hosts", "skips", "stores"]
 
@@ -37,6 +39,7 @@ sys.dont_write_bytecode = False
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
+Launch = Callable[..., "subprocess.Popen[str]"]
 Script = Callable[[str], str]
 
 
@@ -44,6 +47,21 @@ def clean_environment() -> dict[str, str]:
     """Return the environment without what changes which library is used or how it behaves."""
     foreign = ("NCCL_", "PYNCCL_", "CONDA_PREFIX", "LD_PRELOAD", "PYTHONPATH")
     return {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
+
+
+@pytest.fixture
+def launched() -> Iterator[Launch]:
+    """Start commands whose output the test reads; whatever is left in the end is killed."""
+    processes = []
+
+    def launch(command: Sequence[str], **options: Any) -> subprocess.Popen[str]:
+        processes.append(piped(command, **options))
+        return processes[-1]
+
+    yield launch
+    for process in processes:
+        process.kill()
+        process.communicate()
 
 
 @pytest.fixture
@@ -86,7 +104,7 @@ def run_program(script: Script) -> Run:
     def run(
         text: str, nranks: int, *args: str | Path, options: Sequence[str] = (), **env: str
     ) -> subprocess.CompletedProcess[str]:
-        launcher = [sys.executable, "-m", "pynccl", "run", "-n", str(nranks), "--cpu", *options]
+        launcher = [*PYNCCL_RUN, "-n", str(nranks), "--cpu", *options]
         command = [*launcher, script(text), *map(str, args)]
         return completed(command, env=os.environ | env, timeout=100)
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from conftest import clean_environment
-from launchers import LAUNCHERS
+from launchers import LAUNCHERS, PYNCCL_RUN
 from processes import completed, piped
 
 BIN = Path(sys.executable).parent
@@ -98,7 +98,7 @@ def torchrun(nranks: int, *more: str) -> Command:
 
 
 def pynccl_run(nranks: int) -> Command:
-    return [sys.executable, "-m", "pynccl", "run", "-n", str(nranks), "--cpu"]
+    return [*PYNCCL_RUN, "-n", str(nranks), "--cpu"]
 
 
 def mpirun(nranks: int, *args: str, timeout: float, **variables: str) -> str:

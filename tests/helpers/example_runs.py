@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 
 from conftest import ROOT
+from launchers import PYNCCL_RUN
 from processes import completed
 
 EXAMPLES = ROOT / "examples"
@@ -19,5 +19,5 @@ def run(*command: str, **env: str) -> subprocess.CompletedProcess[str]:
 
 
 def launch(nranks: int, script: str, *args: str) -> subprocess.CompletedProcess[str]:
-    pynccl_run = [sys.executable, "-m", "pynccl", "run", "-n", str(nranks), "--cpu"]
+    pynccl_run = [*PYNCCL_RUN, "-n", str(nranks), "--cpu"]
     return run(*pynccl_run, str(EXAMPLES / script), *args)

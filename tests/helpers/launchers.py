@@ -1,10 +1,12 @@
-"""What launchers leave in the environment, and what pynccl logs about it."""
+"""The command of `pynccl run`, what launchers leave in the environment, and what pynccl logs about it."""
 
 from __future__ import annotations
 
 import logging
 import os
+import sys
 
+PYNCCL_RUN = (sys.executable, "-m", "pynccl", "run")
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SLURM_", "OMPI_", "PMI", "PALS_", "MPI_", "PYNCCL_S")
 
 

@@ -5,18 +5,17 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from command_line import pynccl_command
-from conftest import clean_environment
+from conftest import Launch, clean_environment
 from hosts import Hosts, needs_root
+from launchers import PYNCCL_RUN
 from meeting import until_gone
-from processes import piped
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -52,10 +51,9 @@ Start = Callable[..., subprocess.Popen[str]]
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
-    """Start a job on the machines of a file; whatever is left is killed in the end."""
+def start(tmp_path: Path, launched: Launch) -> Start:
+    """Start a job on the machines of a file."""
     (tmp_path / "program.py").write_text(PROGRAM)
-    started: list[subprocess.Popen[str]] = []
 
     def start_one(
         text: str, *args: str, options: tuple[str, ...] = (), namespaces: Hosts | None = None
@@ -64,20 +62,14 @@ def start(tmp_path: Path) -> Iterator[Start]:
         ssh = tmp_path / "my ssh"
         ssh.write_text(SSH.format(*(namespaces.names if namespaces else ("", ""))))
         ssh.chmod(0o700)
-        command = [sys.executable, "-m", "pynccl", "run", "-n", "2", "--cpu", "--no-tag", "--hosts", "hosts"]
-        started.append(
-            piped(
-                [*command, "--ssh", f"'{ssh}'", *options, "program.py", *args],
-                env=clean_environment() | {"NCCL_DEBUG_SUBSYS": "NET"},
-                cwd=tmp_path,
-            )
+        command = [*PYNCCL_RUN, "-n", "2", "--cpu", "--no-tag", "--hosts", "hosts"]
+        return launched(
+            [*command, "--ssh", f"'{ssh}'", *options, "program.py", *args],
+            env=clean_environment() | {"NCCL_DEBUG_SUBSYS": "NET"},
+            cwd=tmp_path,
         )
-        return started[-1]
 
-    yield start_one
-    for process in started:
-        process.kill()
-        process.communicate()
+    return start_one
 
 
 def said(out: str) -> list[list[Any]]:

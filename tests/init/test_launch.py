@@ -11,15 +11,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from command_line import pynccl_command
-from conftest import Script
+from conftest import Launch, Script
+from launchers import PYNCCL_RUN
 from meeting import state, until, until_gone
-from processes import completed, piped
+from processes import completed
 from pynccl._library import cuda
 from pynccl._run.launch import EVIDENCE_SECONDS, GRACE_SECONDS
 from terminals import RED, in_terminal
@@ -28,7 +29,7 @@ Started = Callable[..., subprocess.Popen[str]]
 
 
 def _command(*args: str) -> list[str]:
-    return [sys.executable, "-m", "pynccl", "run", *args]
+    return [*PYNCCL_RUN, *args]
 
 
 def _environment(**env: str) -> dict[str, str]:
@@ -41,19 +42,13 @@ def launch(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture
-def started() -> Iterator[Started]:
+def started(launched: Launch) -> Started:
     """Start launchers whose end the test brings about; they are killed if it does not."""
-    processes = []
 
     def start(*args: str, **env: str) -> subprocess.Popen[str]:
-        process = piped(_command(*args), env=_environment(**env))
-        processes.append(process)
-        return process
+        return launched(_command(*args), env=_environment(**env))
 
-    yield start
-    for process in processes:
-        process.kill()
-        process.communicate()
+    return start
 
 
 def _pids(process: subprocess.Popen[str], count: int) -> list[int]:

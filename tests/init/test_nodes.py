@@ -6,17 +6,17 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
-from conftest import clean_environment
+from conftest import Launch, clean_environment
 from hosts import Hosts, needs_root
+from launchers import PYNCCL_RUN
 from meeting import free_port, until_gone
-from processes import completed, piped
+from processes import completed
 
 SECRET = "a secret of more than sixteen bytes"
 Start = Callable[..., subprocess.Popen[str]]
@@ -46,24 +46,20 @@ FAILS_ONCE = "if os.environ['PYNCCL_RESTART_COUNT'] == '0': os.kill(os.getpid(),
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
-    """Start the launcher of one node; whatever is left is killed in the end."""
-    program, started = tmp_path / "program.py", []
+def start(tmp_path: Path, launched: Launch) -> Start:
+    """Start the launcher of one node."""
+    program = tmp_path / "program.py"
     program.write_text(PROGRAM)
 
     def start_one(
         node: int, store: str, *args: str, options: tuple[str, ...] = ("-n", "2"), prefix: Sequence[str] = ()
     ) -> subprocess.Popen[str]:
-        command = [*prefix, sys.executable, "-m", "pynccl", "run", "--cpu", "--no-tag"]
+        command = [*prefix, *PYNCCL_RUN, "--cpu", "--no-tag"]
         where = ["--nnodes", "2", "--node-rank", str(node), "--store", store]
         env = clean_environment() | {"PYNCCL_SECRET": SECRET}
-        started.append(piped([*command, *where, *options, str(program), *args], env=env))
-        return started[-1]
+        return launched([*command, *where, *options, str(program), *args], env=env)
 
-    yield start_one
-    for process in started:
-        process.kill()
-        process.communicate()
+    return start_one
 
 
 def here() -> str:
@@ -308,7 +304,7 @@ def test_different_numbers_of_restarts(start: Start) -> None:
     ],
 )
 def test_wrong_options(options: list[str], words: str) -> None:
-    command = [sys.executable, "-m", "pynccl", "run", "-n", "2", *options, "x.py"]
+    command = [*PYNCCL_RUN, "-n", "2", *options, "x.py"]
     done = completed(command, env=clean_environment(), timeout=30)
     assert done.returncode == 2
     assert words in done.stderr

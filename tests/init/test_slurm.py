@@ -24,6 +24,7 @@ import pytest
 from conftest import ROOT, clean_environment
 from hosts import joined, needs_root
 from meeting import until
+from processes import completed
 
 EXAMPLE = ROOT / "examples" / "all_reduce.py"
 # `apt-get install slurm-wlm munge` first; without them the tests fail, and say so.
@@ -198,7 +199,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
                 made.start(f"slurmd{host}", made.on(host, tool("slurmd"), "-D"))
             info = made.on(0, tool("sinfo"), "--noheader", "--states=idle", "--format=%D")
             deadline = time.monotonic() + 60
-            while subprocess.run(info, env=made.env, capture_output=True, text=True).stdout.strip() != "2":
+            while completed(info, env=made.env).stdout.strip() != "2":
                 assert time.monotonic() < deadline, made.logs()
                 time.sleep(0.2)
             yield made

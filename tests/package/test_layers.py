@@ -288,6 +288,17 @@ def test_no_test_module_imports_another() -> None:
     assert not found
 
 
+def test_tests_start_programs_in_one_way() -> None:
+    """`completed` of tests/helpers/processes.py runs programs, PYNCCL_RUN is the launcher's command."""
+    run = 'sys.executable, "-m", "pynccl", "run"'
+    once = {"capture_output=True, text=True": "processes.py", run: "launchers.py"}
+    files = [path for path in (ROOT / "tests").rglob("*.py") if path.name != Path(__file__).name]
+    texts = [(path.name, path.read_text(encoding="utf-8")) for path in files]
+    assert not [
+        f"{name}: {part}" for name, text in texts for part in once if part in text and once[part] != name
+    ]
+
+
 def test_the_picture_shows_the_floors() -> None:
     """docs/figures/rooms.svg has every room, each floor lower than those above it."""
     drawing = ElementTree.parse(ROOT / "docs" / "figures" / "rooms.svg")

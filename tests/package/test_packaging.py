@@ -13,6 +13,7 @@ import pytest
 
 import pynccl
 from conftest import ROOT, Run, clean_environment
+from launchers import PYNCCL_RUN
 from processes import completed
 
 PACKAGE = ROOT / "pynccl"
@@ -73,7 +74,7 @@ def test_the_demo_from_a_wheel_without_a_compiler(wheel: Path, tmp_path: Path) -
     install(wheel, target, **alone)
     demo = [str(ROOT / "examples" / "data_parallel.py"), "--check"]
     done = completed(
-        [sys.executable, "-m", "pynccl", "run", "-n", "4", "--cpu", *demo],
+        [*PYNCCL_RUN, "-n", "4", "--cpu", *demo],
         env=clean_environment() | alone,
         cwd=tmp_path,
         timeout=300,

@@ -25,6 +25,7 @@ from bench_runs import LINE, bench, changed_library, environment, library_with, 
 from command_line import pynccl_command
 from conftest import ROOT
 from engines import Command, open_mpi, torchrun
+from launchers import PYNCCL_RUN
 from meeting import until
 from processes import piped
 from pynccl._library import cuda
@@ -569,7 +570,7 @@ def test_files_stay_as_they_were_after_a_failure(tmp_path: Path) -> None:
         assert (refused.exit_code, refused.stdout) == (2, "")
         assert words in refused.stderr
     # Ranks of another launcher find it out themselves.
-    started = (sys.executable, "-m", "pynccl", "run", "-n", "2", "-m", "pynccl", "bench")
+    started = (*PYNCCL_RUN, "-n", "2", "-m", "pynccl", "bench")
     done = run(*started, *QUICK, "--save", str(saved), *wrong[0][0])
     assert done.returncode == 1
     assert wrong[0][1] in done.stderr
@@ -693,7 +694,7 @@ sys.exit(main(["bench", *sys.argv[1:]]))
 def test_a_peer_that_is_broken(tmp_path: Path, how: str, code: int, words: str) -> None:
     program = tmp_path / "broken.py"
     program.write_text(BROKEN)
-    launcher = [sys.executable, "-m", "pynccl", "run", "-n", "2", "--no-tag", str(program), how]
+    launcher = [*PYNCCL_RUN, "-n", "2", "--no-tag", str(program), how]
     args = ["all_reduce", "-b", "1K", "-e", "1K", "-n", "1", "-T", "2", "--compare", "gloo"]
     done = run(*launcher, *args, timeout=50)
     assert done.returncode == code, done.stdout + done.stderr
@@ -917,7 +918,7 @@ def test_an_interrupt_leaves_a_clean_terminal() -> None:
 @pytest.fixture(params=["pynccl run", "mpirun", "torchrun"])
 def launcher(request: pytest.FixtureRequest) -> Iterator[list[str]]:
     if request.param == "pynccl run":
-        yield [sys.executable, "-m", "pynccl", "run", "-n", "2", "--no-tag", "-m"]
+        yield [*PYNCCL_RUN, "-n", "2", "--no-tag", "-m"]
     elif request.param == "torchrun":
         yield [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
     else:

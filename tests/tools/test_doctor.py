@@ -25,7 +25,7 @@ from bench_runs import changed_library, library_with
 from conftest import ROOT, clean_environment
 from hosts import Hosts, needs_root
 from hosts import joined as joined_hosts
-from launchers import LAUNCHERS
+from launchers import LAUNCHERS, PYNCCL_RUN
 from meeting import free_port, state, until
 from processes import completed, piped
 from pynccl._tools.doctor import devices, known, network
@@ -652,7 +652,7 @@ def findings(done: tuple[int, str]) -> list[Finding]:
 
 @pytest.mark.parametrize("launcher", ["pynccl run", "mpirun"])
 def test_a_job_of_a_launcher(launcher: str) -> None:
-    starts = [sys.executable, "-m", "pynccl", "run", "-n", "2", "--no-tag"]
+    starts = [*PYNCCL_RUN, "-n", "2", "--no-tag"]
     if launcher == "mpirun":
         mpirun = shutil.which("mpirun", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
         assert mpirun is not None

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from conftest import Script, clean_environment
+from launchers import PYNCCL_RUN
 from meeting import free_port
 from processes import completed
 from pynccl import testing
@@ -405,7 +406,7 @@ if dist.get_rank() != 2:
 
 @pytest.mark.slow
 def test_a_program_without_destroy_process_group_ends_well(script: Script) -> None:
-    command = [sys.executable, "-m", "pynccl", "run", "-n", "3", "--cpu", script(RETURNS)]
+    command = [*PYNCCL_RUN, "-n", "3", "--cpu", script(RETURNS)]
     done = completed(command, timeout=100)
     assert done.returncode == 0, done.stderr
 

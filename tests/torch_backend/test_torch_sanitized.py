@@ -19,6 +19,7 @@ import test_torch_flight as flight
 import test_torch_trouble as trouble
 from conftest import ROOT
 from meeting import free_port
+from processes import completed
 from pynccl import testing
 
 # The first one compiles: that takes minutes.
@@ -54,7 +55,7 @@ def sanitized() -> Environment:
 def runtime(name: str) -> str:
     """Return the path of a library of the compiler."""
     command = ["g++", f"-print-file-name={name}"]
-    path = subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+    path = completed(command, check=True).stdout.strip()
     assert os.path.isabs(path), f"g++ has no {name}: the sanitizers need it"
     return path
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from conftest import clean_environment
+from launchers import PYNCCL_RUN
 from meeting import free_port, state, until
 from processes import completed
 
@@ -46,7 +47,7 @@ def job(folder: Path, **env: str) -> Iterator[list[int]]:
     (folder / "program.py").write_text(PROGRAM)
     os.mkfifo(folder / "go")
     process = subprocess.Popen(
-        [sys.executable, "-m", "pynccl", "run", "-n", "3", "--cpu", "--no-tag", "program.py"],
+        [*PYNCCL_RUN, "-n", "3", "--cpu", "--no-tag", "program.py"],
         env=clean_environment() | {"PYNCCL_TRACE_SIGNAL": "USR2", "PYNCCL_TRACE_STACKS": "1"} | env,
         cwd=folder, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -18,6 +17,7 @@ import pytest
 
 import pynccl
 from meeting import hear, tell, together
+from processes import completed
 from pynccl import CollectiveMismatchError, Communicator, NcclError, NcclTimeoutError, Plan, capi
 from pynccl._library.binding import lib
 from pynccl.testing import RankError, run
@@ -350,7 +350,7 @@ def hangs_in_check_mode(rank: int, nranks: int, folder: str) -> None:
 def test_a_call_that_waits_in_check_mode_is_in_the_trace(tmp_path: Path) -> None:
     run(2, hangs_in_check_mode, str(tmp_path), backend="cpu", env=CHECK, timeout=30)
     command = [sys.executable, "-m", "pynccl", "trace", str(tmp_path)]
-    report = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False).stdout
+    report = completed(command).stdout
     assert "rank 0 waits in broadcast #2" in report, report
 
 

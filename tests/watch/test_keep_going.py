@@ -19,6 +19,7 @@ import pytest
 
 from engines import ROOT, Command, environment, pynccl_run
 from meeting import until
+from processes import completed
 from pynccl._run import word
 from pynccl._watch import ended
 from pynccl.bootstrap import StoreServer
@@ -32,7 +33,7 @@ def keep_going(nranks: int, script: Path, *args: str) -> Command:
 
 
 def run(command: Command) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, env=_environment(), capture_output=True, text=True, timeout=50)
+    return completed(command, env=_environment())
 
 
 def _environment() -> dict[str, str]:
@@ -356,7 +357,7 @@ def test_who_has_never_looked_for_other_ranks_asks_too(told: bool) -> None:
         arguments = [asked.space.hex(), str(asked.pid), str(asked.start)]
         env = _environment() | {"PYNCCL_STORE": server.address, "PYNCCL_KEEP_GOING": str(int(told))}
         command = [sys.executable, "-c", ASKS, *arguments]
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=50)
+        done = completed(command, env=env)
     assert (done.returncode, done.stderr) == (0, "")
     found = [line.split() for line in done.stdout.splitlines()]
     assert [rank for rank, _ in found] == (["3", "3"] if told else [])

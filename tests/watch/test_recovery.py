@@ -6,7 +6,6 @@ import os
 import re
 import resource
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -20,6 +19,7 @@ import pytest
 import pynccl
 from meeting import failure, hear, publish, tell, together, until
 from null_library import forwarding
+from processes import completed
 from pynccl import Communicator, NcclError, NcclInvalidUsage, RankFailedError, UniqueId, capi
 from pynccl._comm import recovery
 from pynccl._library.binding import lib
@@ -647,7 +647,7 @@ def test_training_survives(seed: int, nranks: int) -> None:
         "80",
     ]
     env = os.environ | {"PYNCCL_LIBRARY": "cpu", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=55)
+    done = completed(command, env=env, cwd=ROOT, timeout=55)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
     (victim,) = (line.split()[-1] for line in lines if line.startswith("killing rank"))
