@@ -95,6 +95,11 @@ def other_version() -> str | None:
         return None
 
 
+def other_found(other: str) -> str:
+    """Return that PyPI's package pynccl is there, in a version."""
+    return f"another package named pynccl is installed, too, {other}"
+
+
 def other_text(other: str) -> str:
     """Return what to do about PyPI's package pynccl."""
-    return f"another package named pynccl is installed, too, {other}: {_REMEDY}"
+    return f"{other_found(other)}: {_REMEDY}"

@@ -30,7 +30,7 @@ from pynccl.mpi._messages import (
     wholes,
 )
 from pynccl.mpi._persistent import Persistent
-from pynccl.mpi._requests import HostCalls, Lane, Steps
+from pynccl.mpi._requests import HostCalls, Lane, Steps, require_no_status
 from pynccl.mpi._staging import Staging, neutral
 
 # A list, since MPI.Op has no hash.
@@ -532,8 +532,7 @@ class Comm(Persistent):
         if source == MPI.ANY_SOURCE:
             raise NotSupportedError("source is ANY_SOURCE; expected a rank, since NCCL needs the sender")
         _require_no_tag(tag, "tag", (0, MPI.ANY_TAG))
-        if status is not None:
-            raise NotSupportedError("status is given; expected None, since NCCL reports no status")
+        require_no_status(status)
 
     # --- derived communicators and the end ---
 

@@ -207,7 +207,7 @@ class Prequest:
         Raises as `Communicator.synchronize` does, and NotSupportedError for a status.
         """
         event = self._live()
-        _require_no_status(status)
+        require_no_status(status)
         if self._active:
             self._lane.issue()
             self._lane.wait(event, self._stream)
@@ -217,7 +217,7 @@ class Prequest:
     def Test(self, status: MPI.Status | None = None) -> bool:
         """Tell whether the call that was started is complete; True if the request is inactive."""
         event = self._live()
-        _require_no_status(status)
+        require_no_status(status)
         if self._active:
             self._lane.issue()
             if not event.query():
@@ -248,7 +248,7 @@ class Prequest:
     @classmethod
     def Waitall(cls, requests: Sequence[Prequest | MPI.Request], statuses: Any = None) -> bool:
         """Wait for all requests; return True."""
-        _require_no_status(statuses)
+        require_no_status(statuses)
         for request in _checked(requests):
             request.Wait()
         return True
@@ -256,7 +256,7 @@ class Prequest:
     @classmethod
     def Testall(cls, requests: Sequence[Prequest | MPI.Request], statuses: Any = None) -> bool:
         """Tell whether all requests are complete."""
-        _require_no_status(statuses)
+        require_no_status(statuses)
         # Every request makes progress by its own test.
         done = [request.Test() for request in _checked(requests)]
         return all(done)
@@ -270,6 +270,7 @@ def _checked(requests: Any, kind: Any = Prequest | MPI.Request) -> list[Any]:
     return found
 
 
-def _require_no_status(status: Any) -> None:
+def require_no_status(status: Any) -> None:
+    """Raise for a status, which NCCL could not fill."""
     if status is not None:
         raise NotSupportedError("status is given; expected None, since NCCL reports no status")

@@ -127,7 +127,7 @@ def check_package(machine: Machine) -> Iterator[Finding]:
     else:
         yield error(
             "package",
-            f"another package named pynccl is installed, too, {other}",
+            _package.other_found(other),
             "Both install into the same folder, and each overwrites files of the other.",
             "pip uninstall pynccl pynccl-cffi, then install pynccl-cffi again.",
         )
