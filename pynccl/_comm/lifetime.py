@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any, Protocol
 
+from pynccl._device.blocking import Own
 from pynccl._errors import NcclError
 from pynccl._timeouts import LONGEST
 from pynccl._values import shown
@@ -49,7 +50,7 @@ class _AtEnd:
         self._end = end
         self._handles: list[int] = []
         self._wake, self._done = threading.Event(), threading.Event()
-        threading.Thread(target=self._work, name="pynccl-exit", daemon=True).start()
+        Own(target=self._work, name="pynccl-exit", daemon=True).start()
 
     def _work(self) -> None:
         self._wake.wait()

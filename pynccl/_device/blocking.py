@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -43,13 +44,22 @@ def _raised_by(error: BaseException) -> object:
     return trace and trace.tb_frame.f_locals.get("self")
 
 
+class Own(threading.Thread):
+    """A thread of pynccl, which makes no calls but for a thread of the program."""
+
+
+class _Late(threading.Timer, Own):
+    """A timer of pynccl."""
+
+
 def another_thread_may_call() -> bool:
     """Tell whether the program has threads, besides this one and pynccl's, that may make a call.
 
     Then the search for deadlocks must not take the calls for missing that this thread has not made.
     """
-    here = threading.get_ident()
-    return any(t.ident != here and not t.name.startswith("pynccl") for t in threading.enumerate())
+    own = {thread.ident for thread in threading.enumerate() if isinstance(thread, Own)}
+    # Also those that `threading` does not know.
+    return bool(sys._current_frames().keys() - own - {threading.get_ident()})
 
 
 class Running(Generic[T]):
@@ -85,7 +95,7 @@ class Running(Generic[T]):
 
         Not part of the creation: an exception at its end, such as Ctrl-C, would leave a call without owner.
         """
-        thread = threading.Thread(target=self._work, name=f"pynccl {self._what}", daemon=True)
+        thread = Own(target=self._work, name=f"pynccl {self._what}", daemon=True)
         try:
             thread.start()
         except BaseException as error:
@@ -137,7 +147,7 @@ class Running(Generic[T]):
         with self._lock:
             self._abandoned = not self.done.is_set()
             if self._abandoned:
-                late = threading.Timer(_OTHERS, self._end)
+                late = _Late(_OTHERS, self._end)
                 late.daemon, late.name = True, "pynccl interrupts"
                 # An exiting interpreter starts no thread.
                 with suppress(RuntimeError):

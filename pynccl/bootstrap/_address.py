@@ -5,9 +5,9 @@ from __future__ import annotations
 import ipaddress
 import queue
 import socket
-import threading
 from typing import Any
 
+from pynccl._device.blocking import Own
 from pynccl._values import check_text, shown
 
 # Family, and the address for socket.bind and socket.connect.
@@ -55,7 +55,7 @@ def resolve(host: str, port: int, timeout: float) -> list[Address]:
                 error if isinstance(error, OSError) else OSError(f"{host!r} is not a host name: {error}")
             )
 
-    threading.Thread(target=look_up, name="pynccl-resolve", daemon=True).start()
+    Own(target=look_up, name="pynccl-resolve", daemon=True).start()
     try:
         answer = answers.get(timeout=timeout)
     except queue.Empty:

@@ -17,6 +17,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn
 
+from pynccl._device.blocking import Own
 from pynccl._secure import handshake
 from pynccl._secure.secret import check_secret, encode, read_secret
 from pynccl._timeouts import check_timeout
@@ -171,7 +172,7 @@ class StoreServer:
         self._closing = threading.Lock()
         self._open = True
         _servers.add(self)
-        self._thread = threading.Thread(target=self._serve, name="pynccl-store", daemon=True)
+        self._thread = Own(target=self._serve, name="pynccl-store", daemon=True)
         self._thread.start()
 
     @property

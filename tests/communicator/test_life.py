@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import ctypes
 import gc
 import io
@@ -346,18 +347,31 @@ NO_DEADLOCKS: list[tuple[Callable[..., object], Callable[..., object]]] = [
         lambda a, b: beside(a.barrier, lambda: (time.sleep(12), b.barrier())),
         lambda a, b: beside(b.barrier, lambda: (time.sleep(12), a.barrier())),
     ),
+    (
+        lambda a, b: beside_a_raw_thread(a.barrier, lambda: (time.sleep(12), b.barrier())),
+        lambda a, b: beside_a_raw_thread(b.barrier, lambda: (time.sleep(12), a.barrier())),
+    ),
     (lambda a, b: late_threads(), lambda a, b: None),
 ]
 
 
 def beside(*bodies: Callable[[], object]) -> None:
     """Run the first body in this thread, the others in threads of their own."""
-    threads = [threading.Thread(target=body) for body in bodies[1:]]
+    # The name is the user's, too.
+    threads = [threading.Thread(target=body, name="pynccl worker") for body in bodies[1:]]
     for thread in threads:
         thread.start()
     bodies[0]()
     for thread in threads:
         thread.join()
+
+
+def beside_a_raw_thread(here: Callable[[], object], there: Callable[[], object]) -> None:
+    """Run one body in this thread, the other in one that `threading` does not know."""
+    done = threading.Event()
+    _thread.start_new_thread(lambda: (there(), done.set()), ())
+    here()
+    done.wait()
 
 
 def late_threads() -> None:
