@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -18,7 +19,7 @@ import numpy as np
 import pytest
 
 import pynccl
-from meeting import census, publish, together, until
+from meeting import census, hear, publish, tell, together, until
 from pynccl import Communicator, NcclError, NcclTimeoutError, RankFailedError, UniqueId, capi
 from pynccl._comm.core import Core
 from pynccl.testing import RankError, run
@@ -46,6 +47,29 @@ def total(comm: Communicator) -> int:
 
 
 # --- split --------------------------------------------------------------------------------------------------
+
+
+def dies_after_its_part(rank: int, nranks: int) -> Outcome | None:
+    """Rank 2 dies in a split in which rank 1 has its part; rank 0 hears of it before it would split."""
+    comm = pynccl.init()
+    comm.barrier()
+    if rank == 2:
+        threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+    if rank:
+        came = outcome(lambda: comm.split(0))
+        tell("rank 1 has ended")
+        return came
+    until(lambda: comm.async_error() is not None, 20)
+    refused = outcome(lambda: comm.split(0))
+    hear("rank 1 has ended")
+    return refused
+
+
+def test_a_death_of_which_the_other_ranks_hear_before_they_split() -> None:
+    """Nobody leaves, so only the failure of the communicator can end the wait of rank 1."""
+    *results, _ = run(3, dies_after_its_part, backend="cpu", check=False, timeout=60)
+    for kind, _, text, _ in results:
+        assert kind == "NcclRemoteError" and re.search(r"rank 2 \(.*\) died", text), results
 
 
 def fails_in_split(rank: int, nranks: int, victim: int, number: int, blocking: bool) -> Outcome:

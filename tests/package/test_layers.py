@@ -40,7 +40,8 @@ FLOORS = (
 # Built by setuptools, before there is a package.
 APART = {"_build_c", "_build_ffi"}
 # What others' libraries, and Python's own, call so.
-FOREIGN = {"_C", "_asdict", "_c_contiguous", "_current_frames", "_exit", "_f_contiguous", "_fields", "_getframe", "_replace"}
+FOREIGN = {"_C", "_asdict", "_c_contiguous", "_current_frames", "_exit", "_f_contiguous", "_fields"}
+FOREIGN |= {"_getframe", "_replace"}
 FOREIGN |= {"_get_default_store", "_register_backend", "_set_default_backend"}
 FOREIGN |= {"_internal_kv_del", "_internal_kv_exists", "_internal_kv_get", "_internal_kv_put"}
 FOREIGN |= {"_ray_actor_id"}
