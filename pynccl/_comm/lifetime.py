@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any, Protocol
 
-from pynccl._device.blocking import Own
 from pynccl._errors import NcclError
 from pynccl._timeouts import LONGEST
 from pynccl._values import shown
@@ -43,6 +42,10 @@ on_leaving: Callable[[], object] | None = None
 orphans: list[Any] = []
 
 
+class _ExitThread(threading.Thread):
+    """Waits for the exit."""
+
+
 class _AtEnd:
     """A thread that ends communicators at exit; started early, since no thread can start at exit."""
 
@@ -50,7 +53,7 @@ class _AtEnd:
         self._end = end
         self._handles: list[int] = []
         self._wake, self._done = threading.Event(), threading.Event()
-        Own(target=self._work, name="pynccl-exit", daemon=True).start()
+        _ExitThread(target=self._work, name="pynccl-exit", daemon=True).start()
 
     def _work(self) -> None:
         self._wake.wait()

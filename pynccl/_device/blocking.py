@@ -44,20 +44,22 @@ def _raised_by(error: BaseException) -> object:
     return trace and trace.tb_frame.f_locals.get("self")
 
 
-class Own(threading.Thread):
-    """A thread of pynccl, which makes no calls but for a thread of the program."""
+class _Caller(threading.Thread):
+    """Makes a call for another thread."""
 
 
-class _Late(threading.Timer, Own):
+class _Late(threading.Timer):
     """A timer of pynccl."""
 
 
 def another_thread_may_call() -> bool:
     """Tell whether the program has threads, besides this one and pynccl's, that may make a call.
 
-    Then the search for deadlocks must not take the calls for missing that this thread has not made.
+    Then the search for deadlocks must not take the calls for missing that this thread has not made. A
+    thread is pynccl's if its class is.
     """
-    own = {thread.ident for thread in threading.enumerate() if isinstance(thread, Own)}
+    package = __name__.partition(".")[0]
+    own = {t.ident for t in threading.enumerate() if type(t).__module__.partition(".")[0] == package}
     # Also those that `threading` does not know.
     return bool(sys._current_frames().keys() - own - {threading.get_ident()})
 
@@ -95,7 +97,7 @@ class Running(Generic[T]):
 
         Not part of the creation: an exception at its end, such as Ctrl-C, would leave a call without owner.
         """
-        thread = Own(target=self._work, name=f"pynccl {self._what}", daemon=True)
+        thread = _Caller(target=self._work, name=f"pynccl {self._what}", daemon=True)
         try:
             thread.start()
         except BaseException as error:

@@ -5,13 +5,17 @@ from __future__ import annotations
 import ipaddress
 import queue
 import socket
+import threading
 from typing import Any
 
-from pynccl._device.blocking import Own
 from pynccl._values import check_text, shown
 
 # Family, and the address for socket.bind and socket.connect.
 Address = tuple[int, Any]
+
+
+class _Resolver(threading.Thread):
+    """Looks up a name."""
 
 
 def parse_address(text: str) -> tuple[str, int]:
@@ -55,7 +59,7 @@ def resolve(host: str, port: int, timeout: float) -> list[Address]:
                 error if isinstance(error, OSError) else OSError(f"{host!r} is not a host name: {error}")
             )
 
-    Own(target=look_up, name="pynccl-resolve", daemon=True).start()
+    _Resolver(target=look_up, name="pynccl-resolve", daemon=True).start()
     try:
         answer = answers.get(timeout=timeout)
     except queue.Empty:

@@ -17,7 +17,6 @@ from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn
 
-from pynccl._device.blocking import Own
 from pynccl._secure import handshake
 from pynccl._secure.secret import check_secret, encode, read_secret
 from pynccl._timeouts import check_timeout
@@ -52,6 +51,10 @@ _ACCEPTS_AT_ONCE = 64
 _MOST_UNTRUSTED = 4096
 _FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _READ, _WRITE, _ENDED = 0x001, 0x004, 0x018  # EPOLLIN, EPOLLOUT, EPOLLERR and EPOLLHUP
+
+
+class _StoreThread(threading.Thread):
+    """Serves a store."""
 
 
 class _Refused(Exception):
@@ -172,7 +175,7 @@ class StoreServer:
         self._closing = threading.Lock()
         self._open = True
         _servers.add(self)
-        self._thread = Own(target=self._serve, name="pynccl-store", daemon=True)
+        self._thread = _StoreThread(target=self._serve, name="pynccl-store", daemon=True)
         self._thread.start()
 
     @property
