@@ -117,8 +117,10 @@ struct Comm final : Sink, Session::Owner, std::enable_shared_from_this<Comm> {
   bool broken(uint64_t tag) const override {
     bool ready = standing.phase.load() != Phase::Creating;
     bool failed_by_calls = ready && error() == ncclInvalidUsage && !standing.revoked.load();
-    // The other ranks hear of the failure too, and refuse the calls for which this one waits.
-    bool refused = ready && tag < kAfterFailure && heard_.failed() && heard_long_ago();
+    // The other ranks hear of the failure too, and refuse the calls for which this one waits. After a
+    // revocation they do not.
+    bool refused =
+        ready && tag < kAfterFailure && heard_.failed() && heard_long_ago() && !standing.revoked.load();
     return failed_by_calls || refused || disagreement(tag).failed();
   }
   ncclResult_t say_broken(uint64_t tag) override;
