@@ -120,6 +120,8 @@ def is_cut(rank: int, nranks: int, group: list[int]) -> tuple[list[int], str, li
     try:
         comm = comm.shrink(exclude=error.ranks, abort=True)
     except RankFailedError as second:
+        # A rank that ends earlier is proven to have ended, and no part of the partition for the others.
+        together(len(group), "refused")
         comm.abort()
         return error.ranks, str(second), second.ranks
     left = who(comm, rank)
