@@ -187,7 +187,7 @@ class Calls:
     ) -> int:
         """Issue a call; unless it has completed, wait for it, keep its arrays or raise."""
         answer = None
-        if self.core.unsettled is not None:
+        if self.core.interrupted is not None or self.core.unsettled is not None:
             with self.core.alone():
                 pass
         try:

@@ -7,16 +7,17 @@ import time
 import warnings
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from pynccl import capi
 from pynccl._arrays.buffers import ANYWHERE, HOST, held
 from pynccl._comm import lifetime
 from pynccl._comm.in_flight import CpuEvents, CudaEvents, InFlight, Mark
 from pynccl._device import streams
-from pynccl._device.blocking import bounded
+from pynccl._device.blocking import LINGER, NoThreadError, Running, bounded
+from pynccl._device.devices import on_device
 from pynccl._errors import (
     NcclError,
     NcclInvalidArgument,
@@ -29,11 +30,12 @@ from pynccl._errors import (
 from pynccl._library import cuda
 from pynccl._library.binding import address_of, fastcall, ffi, lib
 from pynccl._library.status import IN_PROGRESS, note_dropped
-from pynccl._memory.owner import caller_line, used_streams
+from pynccl._memory.owner import used_streams
 from pynccl._memory.registration import Registrations
 from pynccl._memory.window import Windows
 from pynccl._timeouts import check_timeout, resolve_timeout
 from pynccl._trace import recorder
+from pynccl._trace.callers import Place, called_from, caller, caller_line
 from pynccl._values import rank_list
 from pynccl._watch import check_mode
 from pynccl._watch.watchdog import Look, Watch
@@ -53,6 +55,15 @@ INTERRUPTED: Any = lib.PYNCCL_INTERRUPTED
 LONG = 10.0
 # Seconds between two attempts to enter a communicator that another thread uses.
 _PAUSE = 0.01
+
+
+class Interrupted(NamedTuple):
+    """A call of all ranks that goes on after an exception, such as Ctrl-C, has ended this rank's wait."""
+
+    what: str
+    running: Running[Any]
+    # The same call takes the result.
+    same: Hashable
 
 
 def refuse_recording(what: str) -> None:
@@ -122,14 +133,14 @@ class Core:
         # True after a failed shrink: later ones use a unique id in place of the library's call.
         self.out_of_step = False
         # The call of a non-blocking communicator that an exception, such as Ctrl-C, interrupted before the
-        # library had accepted it, and what to do with its result. The library takes no other call until then.
-        self.unsettled: tuple[str, Callable[[], object]] | None = None
-        # By array type, op and dtype the templates of all_reduce that C finds itself; none if `unsettled`.
+        # library had accepted it. The library takes no other call until then.
+        self.unsettled: str | None = None
+        self.interrupted: Interrupted | None = None
+        # By array type, op and dtype the templates of all_reduce that C finds itself; none after an exception
+        # has interrupted a call that the next one must wait for.
         self.usual: dict[type, dict[str, dict[Any, fastcall.Template]]] = {}
         # From the beginning of `suspend` to the end of `resume`, both of which need all ranks.
         self.suspended = False
-        # What a shrink that Ctrl-C interrupted has to go on with, for the same shrink.
-        self.interrupted: tuple[object, Any] | None = None
         # Seconds in `wait`, by what was waited for.
         self.waited: defaultdict[str, float] = defaultdict(float)
         self.children: weakref.WeakSet[Core] = weakref.WeakSet()
@@ -239,12 +250,13 @@ class Core:
     @contextmanager
     def alone(self, anyway: bool = False) -> Iterator[None]:
         """Reserve the communicator for this thread; `anyway`: even after the watchdog has found an error."""
+        self.end_interrupted(anyway)
         answer = None
         try:
             answer = (lib.pynccl_enter_anyway if anyway else lib.pynccl_enter)(self.c)
             if not answer:
                 if self.unsettled is not None and not anyway:
-                    self._settle_interrupted()
+                    self.settle(self.unsettled)
                 yield
         finally:
             # None: a signal handler raised before the answer was stored.
@@ -258,6 +270,7 @@ class Core:
     def refuse(self, answer: int) -> None:
         """Raise the error of an answer that the C call path gave for this communicator."""
         if answer == BUSY:
+            self._refuse_if_interrupted()
             raise NcclInvalidUsage(
                 f"{self!r} is in use by another thread, or by the call that a signal has interrupted; "
                 "expected one call at a time"
@@ -275,10 +288,14 @@ class Core:
             self._raise_verdict(answer)
         if answer == NO_MEMORY:
             raise MemoryError
-        if self.unsettled is not None:
-            # Only a prepared call comes here; other calls have waited for the interrupted one.
+        self._refuse_if_interrupted()
+
+    def _refuse_if_interrupted(self) -> None:
+        """Raise for a prepared call; other calls wait for the interrupted one."""
+        what = self.unsettled if self.interrupted is None else self.interrupted.what
+        if what is not None:
             raise NcclInvalidUsage(
-                f"{self!r} still makes {self.unsettled[0]}, which an exception has interrupted; expected "
+                f"{self!r} still makes {what}, which an exception has interrupted; expected "
                 "synchronize() before this call"
             )
 
@@ -325,7 +342,7 @@ class Core:
     ) -> T:
         """Make a blocking call that ends at the time-out or with the watchdog's verdict.
 
-        An exception, such as Ctrl-C, waits `linger` seconds for the end of the call.
+        The error of either waits `linger` seconds for the end of the call.
         """
         look: Look = self.watch.raise_verdict
         if self.waits and self.timeout is None:
@@ -422,12 +439,10 @@ class Core:
             **place,
         )
 
-    def settle(
-        self, what: str, look: Look | None = None, if_interrupted: Callable[[], object] = lambda: None
-    ) -> None:
+    def settle(self, what: str, look: Look | None = None) -> None:
         """Wait until a non-blocking communicator has accepted the last call.
 
-        After an exception, such as Ctrl-C, the next call waits first, and then calls `if_interrupted`.
+        After an exception, such as Ctrl-C, the next call waits first.
         """
         seconds, deadline = self.deadline(None)
 
@@ -436,7 +451,7 @@ class Core:
                 look()
             return self.live()
 
-        self.unsettled = what, if_interrupted
+        self.unsettled = what
         try:
             ready = streams.wait_ready(live, deadline)
         except NcclError as error:
@@ -458,43 +473,81 @@ class Core:
     ) -> T:
         """Make a blocking call that changes the communicator; wait until a non-blocking one has accepted it.
 
-        After an exception, such as Ctrl-C, `drop` gets the result as soon as it is there: on a non-blocking
-        communicator the next call waits for that. The exception waits `linger` seconds for the end of the
-        call.
+        `drop` gets the result of a call that fails after it has returned.
         """
-        made: list[T] = []
-
-        def interrupted(result: T) -> None:
-            self._leave_unsettled(what, lambda: drop(result))
-
+        result = self.bounded(call, what, drop, linger)
         try:
-            made.append(self.bounded(call, what, interrupted, linger))
-            self.settle(what, None, lambda: drop(made[0]))
+            self.settle(what)
         except NcclError:
-            # The communicator has failed since the call.
-            for result in made:
-                drop(result)
+            drop(result)
             raise
+        return result
+
+    def together(
+        self,
+        call: Callable[[], T],
+        what: str,
+        drop: Callable[[T], object] = lambda result: None,
+        same: Hashable = None,
+    ) -> T:
+        """Make a call of all ranks, for which the others wait, in a thread of its own.
+
+        After an exception, such as Ctrl-C, the call goes on, and this communicator's next call waits for it.
+        If that has the same `same`, it takes the result; otherwise `drop` does.
+        """
+        taken: Running[T] | None = self._take_over(same)
+        place, limited = caller(), self.timeout is not None
+        running = taken or Running(lambda: self._reserved(call, place), what, drop, limited=limited)
+        try:
+            if taken is None:
+                running.start()
+            running.wait()
+        except NoThreadError:
+            # An exiting interpreter starts no thread.
+            return call()
         except BaseException:
-            if made and self.unsettled is None:
-                interrupted(made[0])
+            self.interrupted = Interrupted(what, running, same)
+            self.usual.clear()
+            if same is None:
+                running.drop()
+            # Prepared calls, which are issued in C, must not come before it.
+            running.wait_until(lambda: bool(self.c.reserved))
             raise
-        return made[0]
+        self.interrupted = None
+        return running.result()
 
-    def _leave_unsettled(self, what: str, then: Callable[[], object]) -> None:
-        """Drop the result of an interrupted call by `then`, once a non-blocking communicator is ready."""
-        busy = self.handle and capi.ncclCommGetAsyncError(self.handle) == IN_PROGRESS
-        if not busy:
-            then()
+    def _reserved(self, call: Callable[[], T], place: Place) -> T:
+        """Make a call that the program makes at this place; let no other thread in."""
+        lib.pynccl_reserve(self.c, 1)
+        try:
+            with called_from(place), on_device(self.device):
+                return call()
+        finally:
+            lib.pynccl_reserve(self.c, 0)
+
+    def _take_over(self, same: Hashable) -> Running[Any] | None:
+        """Return the interrupted call if it is the same as a new one, and has not failed; else end it."""
+        one = self.interrupted
+        if same is not None and one is not None and one.same == same and not one.running.has_failed():
+            return one.running
+        self.end_interrupted()
+        return None
+
+    def end_interrupted(self, anyway: bool = False) -> None:
+        """Wait for the interrupted call, and drop its result; `anyway`: abandon it.
+
+        Its errors are those of a call that nobody waits for. If the communicator has failed, so do its calls.
+        """
+        one = self.interrupted
+        if one is None or one.running.runs_here():
             return
-        self.unsettled = what, then
-        self.usual.clear()
-
-    def _settle_interrupted(self) -> None:
-        assert self.unsettled is not None
-        what, then = self.unsettled
-        self.settle(what, None, then)
-        then()
+        if anyway:
+            one.running.abandon()
+            one.running.wait(time.monotonic() + LINGER)
+        else:
+            one.running.wait()
+            one.running.drop()
+        self.interrupted = None
 
     def _is_complete(self, stream: int) -> bool:
         with suppress(NcclError):
@@ -704,6 +757,8 @@ class Core:
         except ResourceWarning as error:
             # A filter makes it an error, which would keep other communicators from their ends.
             print(f"ResourceWarning: {error}", file=sys.stderr)
+        if self.interrupted is not None and not self.interrupted.running.wait(deadline):
+            return False
         # A daemon thread may be in a call until the interpreter ends.
         while (answer := lib.pynccl_enter(self.c)) == BUSY and time.monotonic() < deadline:
             time.sleep(_PAUSE)

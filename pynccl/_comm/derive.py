@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from pynccl import capi
 from pynccl._comm.core import Core
 from pynccl._comm.create import take
-from pynccl._comm.end import abort_if_made, adopt
+from pynccl._comm.end import abort, abort_if_made, adopt
 from pynccl._device.devices import on_device
 from pynccl._errors import NcclError, NcclTimeoutError
 from pynccl._library.generated import kinds
@@ -37,9 +37,6 @@ class How(NamedTuple):
         return kinds.FUNCTIONS[self.kind]
 
 
-# Seconds for which Ctrl-C waits for the call of a non-blocking communicator, which returns soon.
-_LINGER = 0.2
-
 SPLIT = How(kinds.SPLIT)
 GROW = How(kinds.GROW)
 SHRINK = How(kinds.SHRINK, by_all=False)
@@ -57,25 +54,33 @@ def new_child(core: Core, how: How, detail: object, also: str = "") -> Core:
 def derive(
     core: Core, how: How, detail: object, call: Callable[[], int], *, joins: bool = True, also: str = ""
 ) -> Core | None:
-    """Derive a communicator by a call of the library; None if this rank does not join it."""
-    core.outside_groups(how.function)
-    child = new_child(core, how, detail, also)
+    """Derive a communicator by a call of the library; None if this rank does not join it.
+
+    This is the body of a `Core.together`.
+    """
 
     def on_its_device() -> int:
         with on_device(core.device):
             return call()
 
+    child = new_child(core, how, detail, also)
     with core.alone():
         if how.by_all:
             core.check(how.kind)
         with recorder.recorded(core.c, how.kind, detail if isinstance(detail, int) else 0):
             child.until = core.deadline(None)[1]
-            handle = core.change(on_its_device, how.function, abort_if_made, _LINGER)
+            handle = core.change(on_its_device, how.function, abort_if_made)
             if not joins:
                 return None
             _take(core, child, handle)
     adopt(core, child)
     return child
+
+
+def abort_child(child: Core | None) -> None:
+    """Abort the derived communicator of a call that Ctrl-C has interrupted."""
+    if child is not None:
+        abort(child)
 
 
 def _take(core: Core, child: Core, handle: int) -> None:
@@ -114,4 +119,8 @@ def split(core: Core, color: int | None, key: int, config: ConfigLike) -> Core |
     def call() -> int:
         return capi.ncclCommSplit(core.open(), number, int(key), config)
 
-    return derive(core, SPLIT, number, call, joins=color is not None)
+    def make() -> Core | None:
+        return derive(core, SPLIT, number, call, joins=color is not None)
+
+    core.outside_groups(SPLIT.function)
+    return core.together(make, SPLIT.function, abort_child)

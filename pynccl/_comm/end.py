@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable
 from typing import Any
 
 from pynccl import capi
 from pynccl._comm import lifetime
 from pynccl._comm.core import Core
-from pynccl._device.blocking import LINGER, bounded
+from pynccl._device.blocking import LINGER, Running, bounded
 from pynccl._errors import CollectiveMismatchError, NcclError, NcclRemoteError
 from pynccl._library.binding import lib
 from pynccl._library.generated import kinds
@@ -27,28 +28,39 @@ def finalize(core: Core) -> None:
     """Complete the outstanding calls of all ranks."""
     core.open()
     core.outside_groups("ncclCommFinalize")
-    window.close_all(core)
-    if core.registrations:
-        with core.alone():
-            registration.close_all(core)
-    _call(core, kinds.FINALIZE, lambda: capi.ncclCommFinalize(core.open()))
+
+    def call() -> None:
+        window.close_all(core)
+        if core.registrations:
+            with core.alone():
+                registration.close_all(core)
+        _call(core, kinds.FINALIZE, lambda: capi.ncclCommFinalize(core.open()))
+
+    core.together(call, "ncclCommFinalize", same=kinds.FINALIZE)
 
 
 def suspend(core: Core) -> None:
     """Release the communicator's device memory."""
     core.open()
     core.outside_groups("ncclCommSuspend")
-    flags = capi.NCCL_SUSPEND_MEM
-    core.suspended = True
-    _call(core, kinds.SUSPEND, lambda: capi.ncclCommSuspend(core.open(), flags))
+
+    def call() -> None:
+        core.suspended = True
+        _call(core, kinds.SUSPEND, lambda: capi.ncclCommSuspend(core.open(), capi.NCCL_SUSPEND_MEM))
+
+    core.together(call, "ncclCommSuspend", same=kinds.SUSPEND)
 
 
 def resume(core: Core) -> None:
     """Allocate the device memory again that `suspend` released."""
     core.open()
     core.outside_groups("ncclCommResume")
-    _call(core, kinds.RESUME, lambda: capi.ncclCommResume(core.open()))
-    core.suspended = False
+
+    def call() -> None:
+        _call(core, kinds.RESUME, lambda: capi.ncclCommResume(core.open()))
+        core.suspended = False
+
+    core.together(call, "ncclCommResume", same=kinds.RESUME)
 
 
 def _call(core: Core, kind: int, call: Callable[[], int]) -> None:
@@ -80,12 +92,16 @@ def destroy(core: Core) -> None:
     """
     if not core.handle:
         return
+    core.end_interrupted()
+    if not core.handle:
+        return
     failed = core.failed_at_end = core.unheard()
     if core.watch.verdict() is not None:
         # A destroy would finalize, which a revoked communicator cannot do.
         abort(core)
     else:
-        window.close_all(core)
+        if core.windows:
+            core.together(lambda: window.close_all(core), "ncclCommWindowDeregister")
         with core.alone(), recorder.recorded(core.c, kinds.DESTROY):
             registration.close_all(core)
             handle = core.close("it was destroyed")
@@ -118,12 +134,12 @@ def abort(core: Core) -> None:
     if core.handle:
         recorder.dump_because("abort", f"{core!r} is aborted")
     handles: list[int] = []
-    drops: list[Callable[[], object]] = []
+    interrupted: list[Running[Any]] = []
     for one in family:
-        if one.unsettled is not None:
-            # Its result may be a communicator that nobody has taken.
-            drops.append(one.unsettled[1])
-            one.unsettled = None
+        if (left := one.interrupted) is not None and not left.running.runs_here():
+            one.interrupted = None
+            left.running.abandon()
+            interrupted.append(left.running)
         if one.handle:
             lib.pynccl_trace_mark(one.c.trace, kinds.ABORT)
             if not one.owned:
@@ -136,11 +152,14 @@ def abort(core: Core) -> None:
             if one.watch.claim():
                 handles.append(handle)
     try:
-        if handles or drops:
-            bounded(lambda: abort_all(handles, drops), _ABORT_SECONDS, _ABORT)
+        if handles:
+            bounded(lambda: abort_all(handles), _ABORT_SECONDS, _ABORT)
     except BaseException:
         lifetime.orphans += [one.holdings for one in family]
         raise
+    until = time.monotonic() + LINGER
+    for running in interrupted:
+        running.wait(until)
     for one in family:
         one.release()
 
@@ -186,16 +205,11 @@ def _abort_reason(core: Core) -> Any:
     return lib.PYNCCL_ABORTS_FIRST if watch.verdict() is None else lib.PYNCCL_ABORTS_TOO
 
 
-def abort_all(handles: list[int], drops: Sequence[Callable[[], object]] = ()) -> None:
-    """Abort several ncclComm_t in one group: those that share resources wait for each other's abort.
-
-    `drops` abort others.
-    """
-    several = len(handles) + len(drops) > 1
+def abort_all(handles: list[int]) -> None:
+    """Abort several ncclComm_t in one group: those that share resources wait for each other's abort."""
+    several = len(handles) > 1
     if several:
         capi.ncclGroupStart()
-    for drop in drops:
-        drop()
     for handle in reversed(handles):
         capi.ncclCommAbort(handle)
     if several:

@@ -16,7 +16,7 @@ from pynccl._comm.end import abort, adopt
 from pynccl._device import streams
 from pynccl._errors import NcclError, NcclRemoteError, NcclTimeoutError, RankFailedError
 from pynccl._library.binding import lib
-from pynccl._library.status import check
+from pynccl._library.status import IN_PROGRESS, check
 from pynccl._trace import recorder
 from pynccl._types import UniqueId
 from pynccl._values import shown
@@ -41,12 +41,21 @@ def shrink(core: Core, exclude: Sequence[int], ends: bool, config: ConfigLike, q
         raise ValueError(
             f"exclude is {shown(exclude)}; expected at least one rank, and not this rank, {core.rank}"
         )
-    if not core.handle:
+    same = SHRINK.function, frozenset(exclude), ends, quorum
+    if core.interrupted is None or core.interrupted.same != same:
         core.open()
-    core.outside_groups("ncclCommShrink")
-    if core.watch.connected:
-        return _shrink_by_agreement(core, set(exclude), ends, config, quorum)
-    excluded = sorted(exclude)
+        core.end_interrupted(anyway=ends)
+    core.outside_groups(SHRINK.function)
+
+    def make() -> Core:
+        if core.watch.connected:
+            return _shrink_by_agreement(core, set(exclude), ends, config, quorum)
+        return _shrink_alone(core, sorted(exclude), ends, config)
+
+    return core.together(make, SHRINK.function, abort, same)
+
+
+def _shrink_alone(core: Core, excluded: list[int], ends: bool, config: ConfigLike) -> Core:
     child = derive(core, SHRINK, excluded, lambda: _shrink_by_library(core, excluded, ends, config))
     assert child is not None
     if ends:
@@ -81,10 +90,8 @@ def _shrink_by_agreement(
         if failed:
             # Another rank may have begun before it could know of the failure.
             survivors.refuse()
-            core.interrupted = None
             raise _needs_abort(failed)
         view = _begin(core, survivors, (DERIVE if by_library else 0) | (0 if ends else WELL))
-        core.interrupted = None
         by_library = bool(view.flags & DERIVE)
         if not ends:
             _require_all(core, survivors, set_of(range(core.size)) & ~set_of(excluded))
@@ -130,19 +137,12 @@ def _begin(core: Core, survivors: Survivors, flags: int) -> View:
 
 
 def _survivors(core: Core, excluded: set[int], ends: bool, quorum: Quorum) -> Survivors:
-    """Return this rank's part in the agreement: that of the same shrink if Ctrl-C has interrupted it."""
-    shrink = excluded, ends, quorum
-    if core.interrupted is not None and core.interrupted[0] == shrink:
-        survivors: Survivors = core.interrupted[1]
-        if not survivors.given_up():
-            return survivors
+    """Return this rank's part in the agreement."""
     kind = SHRINKING if ends else LEAVING_OUT
     core.attempts[kind] += 1
-    survivors = Survivors(
+    return Survivors(
         core.watch, core.not_aborted, excluded, quorum is not None, kind, core.attempts[kind], final=ends
     )
-    core.interrupted = shrink, survivors
-    return survivors
 
 
 @contextmanager
@@ -155,7 +155,6 @@ def _suspecting(core: Core) -> Iterator[None]:
         core.out_of_step = True
         if not isinstance(error, RankFailedError):
             raise
-        core.interrupted = None
         core.watch.suspects |= set_of(rank for rank in error.ranks if rank != core.rank)
         raise
 
@@ -201,10 +200,9 @@ def _when_made(core: Core, handle: int) -> int:
         state = capi.ncclCommGetAsyncError(core.open())
         if not handle:
             check(state, SHRINK.function, core.handle)
-        return bool(handle)
+        return bool(handle) and state != IN_PROGRESS
 
-    if not handle:
-        streams.poll(done, None)
+    streams.poll(done, None)
     return int(handle)
 
 
@@ -214,6 +212,10 @@ def _when_made(core: Core, handle: int) -> int:
 def grow(core: Core, nranks: int, unique_id: bytes | None, config: ConfigLike) -> Core:
     """Derive a communicator of these ranks and new ones, on all ranks or on none."""
     core.outside_groups(GROW.function)
+    return core.together(lambda: _grow(core, nranks, unique_id, config), GROW.function, abort)
+
+
+def _grow(core: Core, nranks: int, unique_id: bytes | None, config: ConfigLike) -> Core:
     if lib.nccl_api_find(b"ncclCommGrow"):
 
         def call() -> int:

@@ -21,6 +21,8 @@ T = TypeVar("T")
 _LOOK = 0.005
 # Seconds between two looks for a reason to abandon a blocking call.
 _SLICE = 0.1
+# Seconds for a thread to begin.
+_BEGIN = 5.0
 # Seconds before the CPU library interrupts an abandoned call. Ranks with the same time-out should first find
 # the missing rank themselves, and not that this rank has left.
 _OTHERS = 1.0
@@ -87,7 +89,7 @@ class Running(Generic[T]):
         self._limited: bool = inherited or limited or deadline < math.inf
         self._value: T | None = None
         self._error: BaseException | None = None
-        self._abandoned = False
+        self._abandoned = self._dropped = False
         self._thread = 0
         self._lock = threading.Lock()
         self.done = threading.Event()
@@ -96,6 +98,7 @@ class Running(Generic[T]):
         """Start the call; raise NoThreadError if no thread can be started.
 
         Not part of the creation: an exception at its end, such as Ctrl-C, would leave a call without owner.
+        After an exception here the caller abandons the call.
         """
         thread = _Caller(target=self._work, name=f"pynccl {self._what}", daemon=True)
         try:
@@ -104,7 +107,6 @@ class Running(Generic[T]):
             # A signal handler that raises while the thread starts has a frame of its own.
             if isinstance(error, RuntimeError) and _raised_by(error) is thread:
                 raise NoThreadError(f"{self._what}: {error} ({THREAD_LIMITS})") from error
-            self.abandon()
             raise
 
     def _work(self) -> None:
@@ -114,21 +116,25 @@ class Running(Generic[T]):
             if self._abandoned:
                 self.done.set()
                 return
+        self._run()
+        with self._lock:
+            try:
+                if self._abandoned:
+                    self._interrupt(False)
+                if self._abandoned or self._dropped:
+                    self._drop()
+                    # Its traceback holds this object, and the arrays of the call.
+                    self._error = None
+            finally:
+                self.done.set()
+
+    def _run(self) -> None:
         try:
             if lib.cpu_api_find(b"pyncclCpuCallsFor"):
                 capi.pyncclCpuCallsFor(self._caller, self._limited)
             self._value = self._call()
         except BaseException as error:
             self._error = error
-        with self._lock:
-            try:
-                if self._abandoned:
-                    self._interrupt(False)
-                    self._drop()
-                    # Its traceback holds this object, and the arrays of the call.
-                    self._error = None
-            finally:
-                self.done.set()
 
     def _interrupt(self, on: bool) -> None:
         """Make the CPU library interrupt this call; NVIDIA's NCCL continues until its own time-out."""
@@ -141,8 +147,43 @@ class Running(Generic[T]):
             raise NcclError("the call was abandoned")
 
     def _drop(self) -> None:
-        if self._error is None and self._if_abandoned is not None:
-            self._if_abandoned(cast("T", self._value))
+        drop, self._if_abandoned = self._if_abandoned, None
+        if self._error is None and drop is not None:
+            drop(cast("T", self._value))
+
+    def runs_here(self) -> bool:
+        """Tell whether this thread makes the call."""
+        return not self.done.is_set() and self._thread == threading.get_native_id()
+
+    def has_failed(self) -> bool:
+        """Tell whether the call has ended with an exception."""
+        return self.done.is_set() and self._error is not None
+
+    def drop(self) -> None:
+        """Let the call go on, and drop its result at its end, or now."""
+        with self._lock:
+            self._dropped = True
+            if self.done.is_set():
+                self._drop()
+
+    def wait_until(self, begun: Callable[[], bool]) -> None:
+        """Wait until the call has begun, as `begun` tells, or has ended."""
+        until = time.monotonic() + _BEGIN
+        while not begun() and not self.done.is_set() and time.monotonic() < until:
+            time.sleep(_LOOK)
+
+    def wait(self, deadline: float = math.inf) -> bool:
+        """Wait for the end of the call, or until the deadline; tell whether the call has ended."""
+        begins = time.monotonic() + _BEGIN
+        while not self.done.wait(max(0.0, min(_SLICE, deadline - time.monotonic()))):
+            now = time.monotonic()
+            if not self._thread and now > begins:
+                # An exception that interrupted its start has left it without a thread.
+                self.give_up()
+                return True
+            if now >= deadline:
+                return False
+        return True
 
     def give_up(self) -> bool:
         """Abandon the call; return False if it has already ended."""
@@ -226,8 +267,11 @@ def bounded(
     except NoThreadError:
         # An exiting interpreter starts no thread.
         return call()
+    except BaseException:
+        running.abandon()
+        raise
     try:
-        if _wait(running.done, timeout, look):
+        if _wait(running.done, timeout, with_outside(look)):
             return running.result()
     except BaseException:
         running.abandon()

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import sys
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, TypeVar
 
 from pynccl._arrays.buffers import kind_of
 from pynccl._errors import NcclError, NcclInvalidUsage
 from pynccl._library.binding import lib
 
-_PACKAGE = __name__.partition(".")[0]
-# The line for which a thread of this package works.
-_given = threading.local()
+T = TypeVar("T")
 
 
 class Watch(Protocol):
@@ -50,6 +46,9 @@ class Base(Protocol):
     def wait(self, stream: int, what: str, timeout: float | None) -> None:
         """Wait for a stream."""
 
+    def together(self, call: Callable[[], T], what: str, *, same: Hashable = None) -> T:
+        """Make a call of all ranks, which goes on after an exception such as Ctrl-C."""
+
     def change(self, call: Callable[[], Any], what: str) -> Any:
         """Make a call that ends at the time-out; wait until a non-blocking communicator has accepted it."""
 
@@ -76,24 +75,3 @@ def refuse_unless_idle(owner: Base, what: str, array: Any) -> None:
     owner.outside_groups(what, *own)
     if lib.pynccl_group_depth():
         raise NcclInvalidUsage(f"{what} between ncclGroupStart and ncclGroupEnd: expected it outside")
-
-
-def caller_line() -> str:
-    """Return the file and line of the code that called this package."""
-    given: str | None = getattr(_given, "line", None)
-    if given is not None:
-        return given
-    frame: Any = sys._getframe()
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == _PACKAGE:
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-
-
-@contextmanager
-def called_from(line: str) -> Iterator[None]:
-    """Make `caller_line` return this line in a thread of this package, which no other code calls."""
-    _given.line = line
-    try:
-        yield
-    finally:
-        _given.line = None

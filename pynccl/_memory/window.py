@@ -18,8 +18,9 @@ from pynccl._library.binding import ffi, lib
 from pynccl._library.generated import kinds
 from pynccl._library.status import check, remember_late
 from pynccl._memory import creation
-from pynccl._memory.owner import Base, caller_line, complete, refuse_unless_idle
+from pynccl._memory.owner import Base, complete, refuse_unless_idle
 from pynccl._names import Hinting
+from pynccl._trace.callers import caller_line
 from pynccl._values import is_int, refuse_copy, shown
 
 _REGISTER, _DEREGISTER = kinds.FUNCTIONS[kinds.WINDOW], kinds.FUNCTIONS[kinds.CLOSE_WINDOW]
@@ -235,9 +236,12 @@ class Window(Hinting):
             # After a failure the abort of the communicator releases the window.
             self._owner.live()
             refuse_unless_idle(self._owner, _DEREGISTER, self._entry.array)
-            _leave(self._owner, self._entry.number)
-            with self._owner.alone():
-                _deregister(self._owner, self._entry)
+            self._owner.together(self._close, _DEREGISTER, same=(_DEREGISTER, self._entry.number))
+
+    def _close(self) -> None:
+        _leave(self._owner, self._entry.number)
+        with self._owner.alone():
+            _deregister(self._owner, self._entry)
 
     __reduce__ = refuse_copy
 
@@ -269,6 +273,11 @@ def register(owner: Owner, array: Any, span: Span, symmetric: bool, exchange: Ex
         check(lib.PYNCCL_NOT_FOUND, _REGISTER)
     owner.live()
     refuse_unless_idle(owner, _REGISTER, array)
+    same = _REGISTER, span, symmetric, id(array)
+    return owner.together(lambda: _register(owner, array, span, symmetric, exchange), _REGISTER, same=same)
+
+
+def _register(owner: Owner, array: Any, span: Span, symmetric: bool, exchange: Exchange) -> Window:
     windows = owner.windows
     entry = Entry(windows.begun + 1, span, symmetric, array)
     other = windows.symmetric_at(entry.begin, entry.nbytes) if symmetric else None

@@ -19,11 +19,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any, TypeVar
 
 from pynccl._errors import NcclError, NcclTimeoutError
 from pynccl._library.binding import ffi, lib
+from pynccl._trace.callers import Place, caller
 from pynccl._values import shown
 from pynccl._version import __version__
 
@@ -40,7 +41,6 @@ _KEPT = 8
 _NO_RESULT = -1
 _UNCAUGHT = signal.SIGKILL, signal.SIGSTOP
 _FAULTS = signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGTRAP, signal.SIGSYS
-_HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
 @dataclass(frozen=True)
@@ -372,27 +372,23 @@ os.register_at_fork(after_in_child=_in_child)
 
 # --- callers ------------------------------------------------------------------------------------------------
 
-_callers: dict[tuple[str, int], int] = {}
+_callers: dict[Place, int] = {}
 
 
-def _caller(frame: FrameType | None) -> int:
+def _caller() -> int:
     """Return the number of the newest source line outside of pynccl."""
-    while frame is not None and frame.f_code.co_filename.startswith(_HERE):
-        frame = frame.f_back
-    if frame is None:
-        return 0
-    key = frame.f_code.co_filename, frame.f_lineno
-    number = _callers.get(key)
+    place = caller()
+    number = _callers.get(place)
     if number is None:
-        number = int(lib.pynccl_trace_intern(f"{key[0]}:{key[1]}".encode(errors="replace")))
-        _callers[key] = number
+        number = int(lib.pynccl_trace_intern("{}:{}".format(*place).encode(errors="replace")))
+        _callers[place] = number
     return number
 
 
 def _with_caller(method: Callable[..., Any], struct_of: Callable[[Any], Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def noting(self: Any, *args: Any, **kwargs: Any) -> Any:
-        lib.pynccl_trace_caller(struct_of(self).trace, _caller(sys._getframe(1)))
+        lib.pynccl_trace_caller(struct_of(self).trace, _caller())
         return method(self, *args, **kwargs)
 
     return noting

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import os
-import sys
 from functools import cache
 from typing import Any
 
 import numpy as np
 
 from pynccl._library.binding import ffi, lib
+from pynccl._trace.callers import caller
 from pynccl._values import shown
 
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 # NCCL's own checks, since 2.29.7; older libraries ignore the variable.
 _NCCL_VARIABLE, _NCCL_VALUE = "NCCL_CHECK_MODE", "DEBUG_GLOBAL"
 
@@ -73,10 +72,7 @@ def _locate(text: Any, size: int) -> int:
     # Entering Python code is enough for pending signals to be handled.
     if not size:
         return 0
-    frame = sys._getframe()
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
-        frame = frame.f_back
-    name = frame.f_code.co_filename
-    where = f"{name if len(name) < 100 else '...' + name[-96:]}:{frame.f_lineno}".encode()[: size - 1]
+    name, line = caller()
+    where = f"{name if len(name) < 100 else '...' + name[-96:]}:{line}".encode()[: size - 1]
     ffi.memmove(text, where + b"\0", len(where) + 1)
     return 0

@@ -169,9 +169,7 @@ class Survivors:
         With WELL, raise NcclRemoteError as soon as a rank has refused to take part.
         """
         self.well = bool(flags & WELL)
-        # Ctrl-C may have interrupted it; the other ranks are in it still.
-        if len(self.states) == self.finished:
-            self._begin(flags)
+        self._begin(flags)
         self._wait_for_decision()
         # An abort in another thread looks like the loss of all other ranks.
         self.not_aborted()

@@ -35,6 +35,7 @@ def create(
     try:
         running.start()
     except BaseException as error:
+        running.abandon()
         _raise_first(exchange, error)
     try:
         failure = _wait(running, exchange, deadline, seconds)

@@ -10,9 +10,9 @@ from typing import Any
 
 from pynccl import capi
 from pynccl._comm.communicator import Communicator
-from pynccl._memory.owner import called_from, caller_line
 from pynccl._secure.secret import read_secret
 from pynccl._timeouts import check_timeout, resolve_timeout
+from pynccl._trace.callers import called_from, caller
 from pynccl._types import UniqueId
 from pynccl._values import INT, check_int
 from pynccl._watch import channel
@@ -82,10 +82,10 @@ def init(
         device = _chosen_before
 
     channel.met_at = chosen.host
-    line = caller_line()
+    place = caller()
 
     def make(uids: list[UniqueId], on: int | None) -> Communicator:
-        with called_from(line):
+        with called_from(place):
             return Communicator(chosen.size, uids, chosen.rank, config=config, device=on, timeout=timeout)
 
     if chosen.size == 1:

@@ -30,7 +30,15 @@ int pynccl_enter_anyway(pynccl_comm* comm) {
   uintptr_t nobody = 0;
   const int mine =
       __atomic_compare_exchange_n(&comm->busy, &nobody, pynccl_me(), 0, __ATOMIC_ACQUIRE, __ATOMIC_RELAXED);
-  return mine ? 0 : PYNCCL_BUSY;
+  if (!mine) return PYNCCL_BUSY;
+  const uintptr_t only = __atomic_load_n(&comm->reserved, __ATOMIC_RELAXED);
+  if (!only || only == pynccl_me()) return 0;
+  pynccl_leave(comm);
+  return PYNCCL_BUSY;
+}
+
+void pynccl_reserve(pynccl_comm* comm, int on) {
+  __atomic_store_n(&comm->reserved, on ? pynccl_me() : 0, __ATOMIC_RELEASE);
 }
 
 void pynccl_leave(pynccl_comm* comm) { __atomic_store_n(&comm->busy, 0, __ATOMIC_RELEASE); }

@@ -38,6 +38,7 @@ struct pynccl_comm {
   int revoked;                         // by this rank
   uintptr_t stream;                    // of calls without a stream
   uintptr_t busy;                      // identifies the thread that is in a call; 0: none
+  uintptr_t reserved;                  // identifies the only thread that may enter; 0: any
   pynccl_trace* trace;                 // NULL: nothing is recorded
   pynccl_watch* watch;                 // NULL without a time-out
   void (*unwatch)(pynccl_comm* comm);  // frees the watch, with the last reference

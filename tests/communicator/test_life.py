@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from contextlib import redirect_stderr, suppress
+from contextlib import redirect_stderr
 from typing import Any
 
 import numpy as np
@@ -427,105 +427,6 @@ def test_every_rank_makes_its_own_unique_id(rank: int, nranks: int) -> None:
         NcclTimeoutError, match=r"missing rank 1.*; expected all 2 ranks .*, with the same unique id"
     ):
         pynccl.Communicator(2, pynccl.get_unique_id(), 0, timeout=0.5)
-
-
-def ctrl_c_in(comm: Communicator, when: str) -> None:
-    """Get Ctrl-C when the next call is in progress: while its thread starts, while it is made, or later."""
-    if when == "later":
-        threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
-        return
-    # The first wait is that of Thread.start.
-    wait, left = threading.Event.wait, ["starting", "calling"].index(when)
-
-    def waiting(event: threading.Event, timeout: float | None = None) -> bool:
-        nonlocal left
-        left -= 1
-        if left < 0:
-            threading.Event.wait = wait  # type: ignore[method-assign]
-            while capi.ncclCommGetAsyncError(comm.handle) != capi.ncclInProgress:
-                time.sleep(0.001)
-            signal.raise_signal(signal.SIGINT)
-        return wait(event, timeout)
-
-    threading.Event.wait = waiting  # type: ignore[method-assign]
-
-
-def goes_on_after_ctrl_c(rank: int, nranks: int, what: str, when: str) -> list[float]:
-    """Rank 1 gets Ctrl-C in a call for which it waits for rank 0, and goes on with the communicator."""
-    comm = pynccl.init(config={"blocking": 0})
-    prepared = comm.prepare.all_reduce(np.zeros(3))
-    call = (lambda: comm.split(0)) if what == "split" else getattr(comm, what)
-    if what == "resume":
-        comm.suspend()
-    if rank == 1:
-        ctrl_c_in(comm, when)
-        with pytest.raises(KeyboardInterrupt):
-            call()
-        with pytest.raises(
-            NcclInvalidUsage, match=rf"still makes ncclComm{what.title()}, which .*; expected sync"
-        ):
-            prepared()
-        tell("interrupted")
-    else:
-        hear("interrupted")
-        # Rank 1 aborts the communicator that nobody has taken there.
-        with suppress(NcclRemoteError if what == "split" else ()):
-            call()
-    if what == "finalize":
-        comm.destroy()
-        return []
-    if what == "suspend":
-        comm.resume()
-    x = comm.all_reduce(np.full(3, rank + 1.0)).tolist()
-    comm.split(0).barrier()
-    comm.destroy()
-    return x
-
-
-@pytest.mark.parametrize("when", ["starting", "calling", "later"])
-@pytest.mark.parametrize("what", ["split", "suspend", "resume", "finalize"])
-def test_ctrl_c_on_a_non_blocking_communicator(what: str, when: str) -> None:
-    """The call goes on, and the next one waits for it."""
-    want = [] if what == "finalize" else [3.0, 3.0, 3.0]
-    assert run(2, goes_on_after_ctrl_c, what, when, backend="cpu", timeout=40) == [want, want]
-
-
-@on_ranks(2)
-def test_an_abort_takes_along_what_an_interrupted_split_makes(rank: int, nranks: int) -> None:
-    with pynccl.init() as world:
-        descriptors = []
-        for number in range(3):
-            parent = world.split(0, config={"blocking": 0})
-            if rank == 1:
-                ctrl_c_in(parent, "calling")
-                with pytest.raises(KeyboardInterrupt):
-                    parent.split(0)
-                tell(f"interrupted {number}")
-            else:
-                hear(f"interrupted {number}")
-                with suppress(NcclRemoteError):
-                    parent.split(0).abort()
-            world.barrier()
-            parent.abort()
-            world.barrier()
-            gc.collect()
-            descriptors.append(len(os.listdir("/proc/self/fd")))
-        assert descriptors[0] == descriptors[2]
-
-
-@on_ranks(2)
-def test_ctrl_c_in_suspend(rank: int, nranks: int) -> None:
-    """The call ends before the exception is raised: it does not take effect amid a later one."""
-    with pynccl.init(timeout=20) as comm:
-        if rank == 1:
-            threading.Timer(0.3, lambda: (os.kill(os.getpid(), signal.SIGINT), tell("interrupted"))).start()
-            with pytest.raises(KeyboardInterrupt):
-                comm.suspend()
-        else:
-            hear("interrupted")
-            comm.suspend()
-        comm.resume()
-        assert (comm.all_reduce(np.ones(3)) == 2).all()
 
 
 @on_ranks(2)
