@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -10,7 +11,7 @@ from pynccl._comm.core import Core
 from pynccl._comm.create import take
 from pynccl._comm.end import abort, abort_if_made, adopt
 from pynccl._device.devices import on_device
-from pynccl._errors import NcclError, NcclTimeoutError
+from pynccl._errors import NcclError, NcclRemoteError, NcclTimeoutError
 from pynccl._library.generated import kinds
 from pynccl._library.generated.structs import Config
 from pynccl._trace import recorder
@@ -36,6 +37,9 @@ class How(NamedTuple):
         """The C function."""
         return kinds.FUNCTIONS[self.kind]
 
+
+# Seconds for a communicator to notice a death after the one derived from it, and between two looks.
+_NOTICE, _STEP = 0.5, 0.01
 
 SPLIT = How(kinds.SPLIT)
 GROW = How(kinds.GROW)
@@ -96,9 +100,20 @@ def _take(core: Core, child: Core, handle: int) -> None:
             raise
         found = core.watch.cause(error)
         if found is error:
-            error.args = (f"in the new communicator: {error}",)
-            found = core.watch.who_left(str(error)) or error
+            found = core.watch.who_left(str(error)) or _failure_of_parent(core, error)
         raise found from error.__cause__
+
+
+def _failure_of_parent(core: Core, error: NcclError) -> NcclError:
+    """Return the parent's failure, whose ranks the caller knows; without one the error itself."""
+    until = time.monotonic() + _NOTICE
+    while isinstance(error, NcclRemoteError) and time.monotonic() < until:
+        # The derived communicator may notice a death first.
+        if (failure := core.failure()) is not None:
+            return failure
+        time.sleep(_STEP)
+    error.args = (f"in the new communicator: {error}",)
+    return error
 
 
 def split(core: Core, color: int | None, key: int, config: ConfigLike) -> Core | None:

@@ -188,8 +188,9 @@ def test_the_death_of_another_rank_leaves_a_creation_alone() -> None:
     assert isinstance(two, RankError)
 
 
-def splits_until_a_kill(rank: int, nranks: int, seconds: float) -> str:
+def splits_until_a_kill(rank: int, nranks: int, seconds: float, hosts: int) -> str:
     """The others may be anywhere in a split, or in a call on the child, and leave at once when they hear."""
+    os.environ["NCCL_HOSTID"] = f"host {rank % hosts}"
     comm = pynccl.init()
     comm.barrier()
     if rank == 1:
@@ -208,9 +209,13 @@ def splits_until_a_kill(rank: int, nranks: int, seconds: float) -> str:
 @pytest.mark.parametrize("part", range(20))
 def test_a_kill_amid_splits(part: int) -> None:
     """Without a time-out all ranks end, and name it."""
-    results = run(4, splits_until_a_kill, part / 40, backend="cpu", check=False, timeout=30)
+    hosts = 1 + part % 4
+    results = run(4, splits_until_a_kill, part / 40, hosts, backend="cpu", check=False, timeout=30)
     for rank in (0, 2, 3):
         assert "NcclRemoteError" in str(results[rank]), results
+        # In the child, whose calls may fail too, it is rank 0.
+        if "ncclAllReduce" not in str(results[rank]):
+            assert re.search(r"rank 1 \(pid \d+ on .*\) died", str(results[rank])), results
 
 
 def dies_after_the_librarys_split(rank: int, nranks: int) -> list[int]:

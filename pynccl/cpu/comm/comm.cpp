@@ -73,10 +73,15 @@ void Comm::connects(const Comm& child, const Members& members) {
 }
 
 ncclResult_t Comm::explain(ncclResult_t seen, const Members& members) {
-  if (seen == ncclSuccess || !heard_.failed()) return seen;
+  if (seen == ncclSuccess) return seen;
   {
-    std::lock_guard<std::mutex> lock(session.mutex);
-    if (!is_missing(members)) return seen;
+    std::unique_lock<std::mutex> lock(session.mutex);
+    const auto knows = [&] { return heard_.failed() && is_missing(members); };
+    // The derived communicator may notice the end of a connection first.
+    if (seen == ncclRemoteError)
+      session.changed.wait_for(lock, std::chrono::milliseconds(kNewsMs),
+                               [&] { return knows() || standing.ending() != Standing::End::None; });
+    if (!knows()) return seen;
   }
   return say(heard_.code(), heard_.text());
 }
