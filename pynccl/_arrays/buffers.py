@@ -248,6 +248,8 @@ def _choose(array: Any, name: str) -> Kind:
     if library == "mpi4py" and type(array).__name__ in _MPI_CONSTANTS:
         constant = _MPI_CONSTANTS[type(array).__name__]
         raise TypeError(f"{name} is {constant}; expected an array: a call without recv is in place")
+    if isinstance(array, type):
+        raise TypeError(f"{name} is the type {array.__qualname__}; expected an array")
     empty = _numba_empty if library in ("numba", "numba_cuda") else _cannot_create
     by_cuda = Kind(_from_cuda_array_interface, _producer_stream, empty, _order_producer)
     has_interface = hasattr(type(array), _CUDA_INTERFACE) or hasattr(array, _CUDA_INTERFACE)

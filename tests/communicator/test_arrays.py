@@ -99,6 +99,7 @@ def test_every_argument(rank: int, nranks: int) -> None:
                 (lambda c=call: c(Exporter(wide[:, 0])), ValueError, rf"^{name} is not contiguous"),
                 (lambda c=call: c([1.0] * 8), TypeError,
                  rf"^{name} is of type list; expected a NumPy or CuPy array, such as numpy.array.{name}."),
+                (lambda c=call: c(np.ndarray), TypeError, rf"^{name} is the type ndarray; expected an array"),
                 (lambda c=call: c(np.zeros(4 * n, "M8[s]")), TypeError,
                  rf"^{name} has dtype datetime64.*; expected one of int8, uint8"),
                 (lambda c=call: c(np.zeros(4 * n, ml_dtypes.float8_e4m3)), TypeError,

@@ -32,7 +32,9 @@ ncclResult_t submit_init(ncclComm_t* out, int nranks, int rank, const std::vecto
   if (nranks < 1) return fail(ncclInvalidArgument, "%s: nranks is %d, expected at least 1", function, nranks);
   for (const Id& id : ids)
     if (!id.plausible())
-      return fail(ncclInvalidArgument, "%s: commId was not made by ncclGetUniqueId of this library",
+      return fail(ncclInvalidArgument,
+                  "%s: commId was not made by ncclGetUniqueId of this library; expected the bytes that one "
+                  "rank got from it",
                   function);
   Config settings;
   if (ncclResult_t r = read_config(config, function, &settings); r != ncclSuccess) return r;
