@@ -520,7 +520,7 @@ class Core:
         """Make a call that the program makes at this place; let no other thread in."""
         lib.pynccl_reserve(self.c, 1)
         try:
-            with called_from(place), on_device(self.device):
+            with called_from(place), on_device(None if self.streamless else self.device):
                 return call()
         finally:
             lib.pynccl_reserve(self.c, 0)
