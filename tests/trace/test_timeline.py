@@ -110,6 +110,7 @@ def test_a_hang(run_python: Run, tmp_path: Path, chromium: Browser) -> None:
         " ".join(chromium.text("#details").split()),
     )
     assert "rank 1: all_reduce #2, completed" in dict(pointed_at(chromium, 0.5))
+    assert "rank 1: init, completed" not in dict(pointed_at(chromium, 0.1))
 
     # The wheel zooms out, and a drag to the right goes back to the begin.
     left, top, width, height = plot(chromium)
@@ -120,7 +121,8 @@ def test_a_hang(run_python: Run, tmp_path: Path, chromium: Browser) -> None:
         chromium.mouse("mouseMoved", left + width * share, top + height / 2, button="left", buttons=1)
     chromium.mouse("mouseReleased", left + width * 0.9, top + height / 2, button="left", clickCount=1)
     chromium.settle()
-    assert "rank 1: all_reduce #2, completed" not in dict(pointed_at(chromium, 0.5))
+    seen = [text for share in (0.03, 0.06, 0.1, 0.3) for text, _ in pointed_at(chromium, share)]
+    assert "rank 1: init, completed" in seen
     assert chromium.errors == []
 
 
