@@ -495,35 +495,46 @@ class Core:
         After an exception, such as Ctrl-C, the call goes on, and this communicator's next call waits for it.
         If that has the same `same`, it takes the result; otherwise `drop` does.
         """
-        taken: Running[T] | None = self._take_over(same)
-        place, limited = caller(), self.timeout is not None
-        running = taken or Running(lambda: self._reserved(call, place), what, drop, limited=limited)
+        running: Running[T] | None = self._take_over(same)
+        if running is None:
+            place, limited = caller(), self.timeout is not None
+            running = Running(lambda: self._reserved(call, place), what, drop, limited=limited)
+        one = Interrupted(what, running, same)
         try:
-            if taken is None:
-                running.start()
+            running.start()
             running.wait()
         except NoThreadError:
             # An exiting interpreter starts no thread.
             return call()
         except BaseException:
-            self.interrupted = Interrupted(what, running, same)
+            # First: a second exception may come between any two calls.
+            self.interrupted = one
             self.usual.clear()
-            if same is None:
-                running.drop()
-            # Prepared calls, which are issued in C, must not come before it.
-            running.wait_until(lambda: bool(self.c.reserved))
+            self._leave(running, same is None)
             raise
         self.interrupted = None
+        if running.has_failed():
+            # An abort in another thread has abandoned it.
+            self.not_aborted()
         return running.result()
+
+    def _leave(self, running: Running[Any], drop: bool) -> None:
+        """Let an interrupted call go on; return when no prepared call can come before it."""
+        running.start()
+        if drop:
+            running.drop()
+        while not self.c.reserved and not running.wait(time.monotonic() + _PAUSE):
+            pass
 
     def _reserved(self, call: Callable[[], T], place: Place) -> T:
         """Make a call that the program makes at this place; let no other thread in."""
-        lib.pynccl_reserve(self.c, 1)
+        if answer := lib.pynccl_reserve(self.c):
+            self.refuse(answer)
         try:
             with called_from(place), on_device(None if self.streamless else self.device):
                 return call()
         finally:
-            lib.pynccl_reserve(self.c, 0)
+            self.c.reserved = 0
 
     def _take_over(self, same: Hashable) -> Running[Any] | None:
         """Return the interrupted call if it is the same as a new one, and has not failed; else end it."""
@@ -545,6 +556,8 @@ class Core:
             one.running.abandon()
             one.running.wait(time.monotonic() + LINGER)
         else:
+            # An exception may have come before its start.
+            one.running.start()
             one.running.wait()
             one.running.drop()
         self.interrupted = None
@@ -796,6 +809,7 @@ class Core:
     def leave_to_parent(self) -> None:
         """In a forked child: release nothing; the resources are the parent's."""
         lib.pynccl_leave(self.c)
+        self.c.reserved, self.interrupted, self.unsettled = 0, None, None
         self.forget("it belongs to the parent of this forked process; make a new one here")
         self.in_flight.clear()
         self.registrations.forget()

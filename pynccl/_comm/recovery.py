@@ -41,7 +41,7 @@ def shrink(core: Core, exclude: Sequence[int], ends: bool, config: ConfigLike, q
         raise ValueError(
             f"exclude is {shown(exclude)}; expected at least one rank, and not this rank, {core.rank}"
         )
-    same = SHRINK.function, frozenset(exclude), ends, quorum
+    same = SHRINK.function, frozenset(exclude), ends, quorum, repr(config)
     if core.interrupted is None or core.interrupted.same != same:
         core.open()
         core.end_interrupted(anyway=ends)

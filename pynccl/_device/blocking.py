@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import math
 import sys
 import threading
@@ -18,11 +19,8 @@ from pynccl._trace.recorder import dump_because
 
 T = TypeVar("T")
 
-_LOOK = 0.005
 # Seconds between two looks for a reason to abandon a blocking call.
 _SLICE = 0.1
-# Seconds for a thread to begin.
-_BEGIN = 5.0
 # Seconds before the CPU library interrupts an abandoned call. Ranks with the same time-out should first find
 # the missing rank themselves, and not that this rank has left.
 _OTHERS = 1.0
@@ -38,32 +36,77 @@ class NoThreadError(NcclSystemError):
     """No thread can be started: the interpreter is exiting, or the system has none left."""
 
 
-def _raised_by(error: BaseException) -> object:
-    """Return the object whose method raised an error."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return trace and trace.tb_frame.f_locals.get("self")
+class _Flag:
+    """A flag to wait for.
+
+    An exception of a signal handler, such as Ctrl-C, can leave the lock of a threading.Event taken for ever:
+    https://github.com/python/cpython/issues/74174.
+    """
+
+    def __init__(self) -> None:
+        self._set = False
+        self._lock = _thread.allocate_lock()
+        self._lock.acquire()
+
+    def is_set(self) -> bool:
+        """Tell whether the flag is set."""
+        return self._set
+
+    def set(self) -> None:
+        """Set the flag, once."""
+        self._set = True
+        self._lock.release()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until the flag is set, or for `timeout` seconds; tell whether it is set."""
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        # In slices: one who waits gets the lock, and an exception may keep it from the others.
+        while not self._set and (left := deadline - time.monotonic()) > 0:
+            if self._lock.acquire(timeout=min(_SLICE, left)):
+                self._lock.release()
+        return self._set
 
 
-class _Caller(threading.Thread):
-    """Makes a call for another thread."""
+# The threads that make calls for others.
+_callers: set[int] = set()
 
 
-class _Late(threading.Timer):
-    """A timer of pynccl."""
+def _start(work: Callable[[], object], what: str) -> None:
+    """Start a thread; raise NoThreadError if none can be started.
+
+    A threading.Thread is not started whole if an exception of a signal handler interrupts its start.
+    """
+
+    def begin() -> None:
+        me = threading.get_ident()
+        _callers.add(me)
+        try:
+            # As threading.Thread does.
+            sys.settrace(threading.gettrace())
+            sys.setprofile(threading.getprofile())
+            work()
+        finally:
+            _callers.discard(me)
+
+    try:
+        _thread.start_new_thread(begin, ())
+    except RuntimeError as error:
+        # A signal handler that raises has a frame of its own.
+        if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
+            raise
+        raise NoThreadError(f"{what}: {error} ({THREAD_LIMITS})") from error
 
 
 def another_thread_may_call() -> bool:
     """Tell whether the program has threads, besides this one and pynccl's, that may make a call.
 
     Then the search for deadlocks must not take the calls for missing that this thread has not made. A
-    thread is pynccl's if its class is.
+    thread is pynccl's if its class is, or if it makes a call for another.
     """
     package = __name__.partition(".")[0]
     own = {t.ident for t in threading.enumerate() if type(t).__module__.partition(".")[0] == package}
     # Also those that `threading` does not know.
-    return bool(sys._current_frames().keys() - own - {threading.get_ident()})
+    return bool(sys._current_frames().keys() - own - _callers - {threading.get_ident()})
 
 
 class Running(Generic[T]):
@@ -92,30 +135,23 @@ class Running(Generic[T]):
         self._abandoned = self._dropped = False
         self._thread = 0
         self._lock = threading.Lock()
-        self.done = threading.Event()
+        self.done = _Flag()
 
     def start(self) -> None:
-        """Start the call; raise NoThreadError if no thread can be started.
+        """Start the call unless it has begun; raise NoThreadError if no thread can be started.
 
         Not part of the creation: an exception at its end, such as Ctrl-C, would leave a call without owner.
-        After an exception here the caller abandons the call.
+        After an exception here the caller abandons the call, or starts it again.
         """
-        thread = _Caller(target=self._work, name=f"pynccl {self._what}", daemon=True)
-        try:
-            thread.start()
-        except BaseException as error:
-            # A signal handler that raises while the thread starts has a frame of its own.
-            if isinstance(error, RuntimeError) and _raised_by(error) is thread:
-                raise NoThreadError(f"{self._what}: {error} ({THREAD_LIMITS})") from error
-            raise
+        if not self._thread:
+            _start(self._work, self._what)
 
     def _work(self) -> None:
-        _here.running = self
         with self._lock:
-            self._thread = threading.get_native_id()
-            if self._abandoned:
-                self.done.set()
+            if self._thread or self._abandoned:
                 return
+            self._thread = threading.get_native_id()
+        _here.running = self
         self._run()
         with self._lock:
             try:
@@ -144,7 +180,7 @@ class Running(Generic[T]):
     def look(self) -> None:
         """Raise if the call was abandoned."""
         if self._abandoned:
-            raise NcclError("the call was abandoned")
+            raise NcclError(f"{self._what} was abandoned", function=self._what)
 
     def _drop(self) -> None:
         drop, self._if_abandoned = self._if_abandoned, None
@@ -156,8 +192,8 @@ class Running(Generic[T]):
         return not self.done.is_set() and self._thread == threading.get_native_id()
 
     def has_failed(self) -> bool:
-        """Tell whether the call has ended with an exception."""
-        return self.done.is_set() and self._error is not None
+        """Tell whether the call was abandoned, or has ended with an exception."""
+        return self._abandoned or (self.done.is_set() and self._error is not None)
 
     def drop(self) -> None:
         """Let the call go on, and drop its result at its end, or now."""
@@ -166,38 +202,26 @@ class Running(Generic[T]):
             if self.done.is_set():
                 self._drop()
 
-    def wait_until(self, begun: Callable[[], bool]) -> None:
-        """Wait until the call has begun, as `begun` tells, or has ended."""
-        until = time.monotonic() + _BEGIN
-        while not begun() and not self.done.is_set() and time.monotonic() < until:
-            time.sleep(_LOOK)
-
     def wait(self, deadline: float = math.inf) -> bool:
-        """Wait for the end of the call, or until the deadline; tell whether the call has ended."""
-        begins = time.monotonic() + _BEGIN
-        while not self.done.wait(max(0.0, min(_SLICE, deadline - time.monotonic()))):
-            now = time.monotonic()
-            if not self._thread and now > begins:
-                # An exception that interrupted its start has left it without a thread.
-                self.give_up()
+        """Wait for the end of the call, or until the deadline; tell whether it has ended, or never begins."""
+        while not self.done.is_set() and time.monotonic() < deadline:
+            if self._abandoned and not self._thread:
                 return True
-            if now >= deadline:
-                return False
-        return True
+            self.done.wait(min(_SLICE, deadline - time.monotonic()))
+        return self.done.is_set()
 
     def give_up(self) -> bool:
         """Abandon the call; return False if it has already ended."""
         with self._lock:
             self._abandoned = not self.done.is_set()
-            if self._abandoned:
-                late = _Late(_OTHERS, self._end)
-                late.daemon, late.name = True, "pynccl interrupts"
+            if self._abandoned and self._thread:
                 # An exiting interpreter starts no thread.
-                with suppress(RuntimeError):
-                    late.start()
+                with suppress(NoThreadError):
+                    _start(self._end, self._what)
             return self._abandoned
 
     def _end(self) -> None:
+        self.done.wait(_OTHERS)
         with self._lock:
             if not self.done.is_set():
                 self._interrupt(True)
@@ -206,13 +230,11 @@ class Running(Generic[T]):
         """Abandon the call, or drop its result."""
         if not self.give_up():
             self._drop()
-        # No wait for the event: a signal handler's exception may have left its lock locked.
-        until = time.monotonic() + self._linger
-        while not self.done.is_set() and time.monotonic() < until:
-            time.sleep(_LOOK)
+        self.wait(time.monotonic() + self._linger)
 
     def result(self) -> T:
         """Return the result of the call, or raise its exception."""
+        self.look()
         if self._error is not None:
             raise self._error
         return cast("T", self._value)
@@ -283,9 +305,7 @@ def bounded(
     return running.result()
 
 
-def _wait(done: threading.Event, timeout: float | None, look: Callable[[], object] | None) -> bool:
-    if look is None:
-        return done.wait(timeout)
+def _wait(done: _Flag, timeout: float | None, look: Callable[[], object]) -> bool:
     deadline = None if timeout is None else time.monotonic() + timeout
     while True:
         left = _SLICE if deadline is None else min(_SLICE, deadline - time.monotonic())

@@ -37,8 +37,11 @@ int pynccl_enter_anyway(pynccl_comm* comm) {
   return PYNCCL_BUSY;
 }
 
-void pynccl_reserve(pynccl_comm* comm, int on) {
-  __atomic_store_n(&comm->reserved, on ? pynccl_me() : 0, __ATOMIC_RELEASE);
+int pynccl_reserve(pynccl_comm* comm) {
+  if (pynccl_enter_anyway(comm)) return PYNCCL_BUSY;
+  __atomic_store_n(&comm->reserved, pynccl_me(), __ATOMIC_RELAXED);
+  pynccl_leave(comm);
+  return 0;
 }
 
 void pynccl_leave(pynccl_comm* comm) { __atomic_store_n(&comm->busy, 0, __ATOMIC_RELEASE); }

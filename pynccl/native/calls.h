@@ -51,8 +51,8 @@ int pynccl_enter(pynccl_comm* comm);
 // The same for a communicator that has failed: it can still be shrunk and closed.
 int pynccl_enter_anyway(pynccl_comm* comm);
 void pynccl_leave(pynccl_comm* comm);
-// Let only this thread enter, or any.
-void pynccl_reserve(pynccl_comm* comm, int on);
+// Let only this thread enter, unless another one is in, or has reserved it.
+int pynccl_reserve(pynccl_comm* comm);
 // Python runs signal handlers as soon as a function has returned, before it stores the result. If a handler
 // raises, these leave what the function had entered. They return 1 if this thread had entered.
 int pynccl_leave_mine(pynccl_comm* comm);

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import os
+import _thread
 import signal
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 
@@ -29,23 +31,45 @@ def test_a_call_is_made_in_the_caller_s_thread_where_no_other_can_be_started() -
 
 def test_an_error_of_a_signal_handler_is_no_lack_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
-    wait = threading.Event.wait
+    start = _thread.start_new_thread
 
     def interrupt(*_: object) -> None:
         raise RuntimeError("can't start new thread")
 
-    def interrupted(event: threading.Event, timeout: float | None = None) -> bool:
+    def interrupted(work: Callable[[], object], arguments: tuple[()]) -> int:
         monkeypatch.undo()
-        os.kill(os.getpid(), signal.SIGUSR1)
-        return wait(event, timeout)
+        signal.raise_signal(signal.SIGUSR1)
+        return start(work, arguments)
 
     before = signal.signal(signal.SIGUSR1, interrupt)
     try:
-        # Thread.start waits for its thread's first step.
-        monkeypatch.setattr(threading.Event, "wait", interrupted)
+        monkeypatch.setattr(_thread, "start_new_thread", interrupted)
         with pytest.raises(RuntimeError) as caught:
             bounded(lambda: made.append(threading.get_ident()), 1, "a call")
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert not isinstance(caught.value, NoThreadError)
     assert threading.get_ident() not in made
+
+
+def start_and_wait(running: Running[bool], seconds: float) -> None:
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    running.start()
+    running.wait()
+
+
+def test_ctrl_c_at_any_moment_leaves_nothing_locked() -> None:
+    """Each comes a little later than the one before."""
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        for number in range(1, 400):
+            ended = threading.Event()
+            running = Running(partial(ended.wait, 10), "a call")
+            with pytest.raises(KeyboardInterrupt):
+                start_and_wait(running, number * 1e-6)
+            running.start()
+            ended.set()
+            assert running.wait(time.monotonic() + 10)
+            assert running.result()
+    finally:
+        signal.signal(signal.SIGALRM, before)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import gc
 import os
 import signal
@@ -38,24 +39,21 @@ KINDS = {
 
 
 def ctrl_c_in(when: str) -> None:
-    """Get Ctrl-C in the next call: while its thread starts, while it is made, or later."""
+    """Get Ctrl-C in the next call: before its thread has started, or once it has, or later."""
     if when == "later":
         threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
         return
-    main, wait = threading.get_ident(), threading.Event.wait
-    # The first wait is that of Thread.start.
-    left = ["starting", "calling"].index(when)
+    start = _thread.start_new_thread
 
-    def waiting(event: threading.Event, timeout: float | None = None) -> bool:
-        nonlocal left
-        if threading.get_ident() == main:
-            left -= 1
-            if left < 0:
-                threading.Event.wait = wait  # type: ignore[method-assign]
-                signal.raise_signal(signal.SIGINT)
-        return wait(event, timeout)
+    def starting(work: Callable[..., object], arguments: tuple[()]) -> int:
+        _thread.start_new_thread = start
+        if when == "starting":
+            signal.raise_signal(signal.SIGINT)
+        thread = start(work, arguments)
+        signal.raise_signal(signal.SIGINT)
+        return thread
 
-    threading.Event.wait = waiting  # type: ignore[method-assign]
+    _thread.start_new_thread = starting
 
 
 def call_of(comm: Communicator, what: str) -> Callable[[], object]:
@@ -118,7 +116,7 @@ def test_the_communicator_can_be_used_afterwards(what: str, kind: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("when", ["starting", "calling"])
+@pytest.mark.parametrize("when", ["starting", "started"])
 @pytest.mark.parametrize("what", FUNCTIONS)
 def test_ctrl_c_at_the_beginning(what: str, when: str, kind: str) -> None:
     assert run(3, goes_on, what, kind, when, backend="cpu", timeout=40) == [expected(what)] * 3
@@ -195,7 +193,7 @@ def ends_after_ctrl_c(rank: int, nranks: int, end: str) -> bool:
         for number in range(3):
             parent = world.split(0, config={"blocking": number % 2})
             if rank == 1:
-                ctrl_c_in("calling")
+                ctrl_c_in("started")
                 with pytest.raises(KeyboardInterrupt):
                     parent.split(0)
                 tell(f"interrupted {number}")
