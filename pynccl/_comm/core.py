@@ -141,6 +141,8 @@ class Core:
         self.usual: dict[type, dict[str, dict[Any, fastcall.Template]]] = {}
         # From the beginning of `suspend` to the end of `resume`, both of which need all ranks.
         self.suspended = False
+        # From the beginning of `finalize`.
+        self.finalized = False
         # Seconds in `wait`, by what was waited for.
         self.waited: defaultdict[str, float] = defaultdict(float)
         self.children: weakref.WeakSet[Core] = weakref.WeakSet()

@@ -30,6 +30,7 @@ def finalize(core: Core) -> None:
     core.outside_groups("ncclCommFinalize")
 
     def call() -> None:
+        core.finalized = True
         window.close_all(core)
         if core.registrations:
             with core.alone():

@@ -83,8 +83,8 @@ def _shrink_by_agreement(
     with core.alone(anyway=True), recorder.recorded(core.c, SHRINK.kind), _suspecting(core):
         # The watchdog may still be ending the outstanding calls.
         by_library = core.watch.settle() and native and not core.out_of_step
-        # NCCL derives nothing from a suspended communicator, and resumes it only on all ranks.
-        by_library = by_library and not (ends and core.suspended)
+        # NCCL derives nothing from a finalized or suspended communicator, and resumes it only on all ranks.
+        by_library = by_library and not (ends and (core.finalized or core.suspended))
         failed = None if ends else core.failure()
         survivors = _survivors(core, excluded, ends, quorum)
         if failed:

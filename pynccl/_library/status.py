@@ -19,6 +19,7 @@ from pynccl._library.generated.api import (
     CPU_FUNCTIONS,
     FUNCTIONS,
     ncclInProgress,
+    ncclInvalidArgument,
     ncclInvalidUsage,
     ncclSystemError,
     pyncclCpuNoMismatch,
@@ -135,9 +136,20 @@ def _cause(meaning: str, detail: str) -> str:
     return "; ".join(filter(None, [meaning, detail and f"last error reported by NCCL: {detail}"]))
 
 
+def _is_refusal(result: int, comm: int) -> bool:
+    """Tell whether the CPU library refused a call on a communicator that has failed for another reason."""
+    if not comm or _library_name() == "NCCL" or result not in (ncclInvalidArgument, ncclInvalidUsage):
+        return False
+    state = ffi.new("int*")
+    if lib.ncclCommGetAsyncError(comm, state) or mismatch(result, comm) != pyncclCpuNoMismatch:
+        return False
+    return int(state[0]) not in (0, IN_PROGRESS, result)
+
+
 def _failed(result: int, function: str, comm: int) -> NcclError:
     # First, since any other call may replace the text.
-    detail = text(lib.ncclGetLastError(comm))
+    refusal = text(lib.ncclGetLastError(0))
+    detail = refusal if _is_refusal(result, comm) else text(lib.ncclGetLastError(comm))
     meaning = text(lib.ncclGetErrorString(result))
     cls = CollectiveMismatchError if mismatch(result, comm) != pyncclCpuNoMismatch else error_class(result)
     cause = _cause(meaning, detail).removeprefix(f"{function}: ")

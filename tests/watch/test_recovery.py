@@ -20,7 +20,15 @@ import pynccl
 from meeting import failure, hear, publish, tell, together, until
 from null_library import forwarding
 from processes import completed
-from pynccl import Communicator, NcclError, NcclInvalidUsage, RankFailedError, UniqueId, capi
+from pynccl import (
+    Communicator,
+    NcclError,
+    NcclInvalidUsage,
+    NcclRemoteError,
+    RankFailedError,
+    UniqueId,
+    capi,
+)
 from pynccl._comm import recovery
 from pynccl._library.binding import lib
 from pynccl.testing import RankError, run
@@ -275,8 +283,8 @@ def test_shrink_after_deaths(env: dict[str, str]) -> None:
         assert [(dead, sums) for dead, sums, _ in results[rank]] == [([2], (6, 6)), ([0], (3, 3))]
 
 
-def dies_while_suspended(rank: int, nranks: int, dies_before: str) -> list[float]:
-    """Rank 1 dies before suspend or resume, which then nobody can make."""
+def dies_before_a_change(rank: int, nranks: int, dies_before: str) -> list[float]:
+    """Rank 1 dies before suspend, resume or finalize, which then nobody can make."""
     comm = pynccl.init(timeout=20)
     if dies_before == "resume":
         comm.suspend()
@@ -288,10 +296,29 @@ def dies_while_suspended(rank: int, nranks: int, dies_before: str) -> list[float
         return [float(x) for x in survivors.all_reduce(np.array([float(rank)]))]
 
 
-@pytest.mark.parametrize("dies_before", ["suspend", "resume"])
-def test_shrink_a_suspended_communicator(dies_before: str) -> None:
-    results = run(4, dies_while_suspended, dies_before, backend="cpu", check=False, timeout=40)
+@pytest.mark.parametrize("dies_before", ["suspend", "resume", "finalize"])
+def test_shrink_a_communicator_that_was_to_change(dies_before: str) -> None:
+    results = run(4, dies_before_a_change, dies_before, backend="cpu", check=False, timeout=40)
     assert [results[rank] for rank in (0, 2, 3)] == [[5.0]] * 3, results
+
+
+def shrinks_after_finalize(rank: int, nranks: int) -> str:
+    comm = pynccl.init()
+    together(nranks)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(NcclRemoteError):
+        comm.finalize()
+    with pytest.raises(NcclInvalidUsage) as caught:
+        comm.shrink([1], abort=True)
+    return str(caught.value)
+
+
+def test_a_refusal_is_not_explained_by_an_earlier_failure() -> None:
+    """Without a time-out the library alone shrinks, which it does not after finalize."""
+    zero, _, two = run(3, shrinks_after_finalize, backend="cpu", check=False, timeout=40)
+    for text in (zero, two):
+        assert text.startswith("ncclCommShrink: ncclInvalidUsage: comm has been finalized;"), (zero, two)
 
 
 def shrinks_as_if_all_were_well(rank: int, nranks: int) -> tuple[int, int]:
