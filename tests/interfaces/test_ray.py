@@ -483,3 +483,13 @@ def test_the_example(cluster: Any) -> None:
         True
     ] * 2
     assert re.search(r"^accuracy 0\.9\d+, undisturbed 0\.9\d+, difference", done.stdout, re.M)
+
+
+def test_the_example_of_graphs_and_transport(cluster: Any) -> None:
+    command = [sys.executable, str(ROOT / "examples" / "ray_graph.py")]
+    done = completed(command, env=environment(), timeout=170)
+    assert done.returncode == 0, done.stderr
+    # The sum of three tensors of four times the step.
+    said = [f"step {step}: the norms are {[6.0 * step] * 3}" for step in (1, 2, 3)]
+    said.append("worker 2 has worker 0's weights: [0.0, 1.0, 2.0, 3.0]")
+    assert [line for line in done.stdout.splitlines() if line.startswith(("step", "worker"))] == said
