@@ -116,6 +116,11 @@ def limits(rank: int, size: int) -> None:
         dist.all_reduce(torch.ones(2))
     with pytest.raises(ValueError, match="timeout is 0ms, expected more than 0"):
         backend._set_default_timeout(timedelta(0))
+    if not hasattr(dist, "set_timeout"):
+        # Before torch 2.15 its function knows only its own backends, and says so.
+        with pytest.warns(UserWarning, match="only supported for either nccl or gloo"):
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=7))
+        assert backend.options._timeout == timedelta(seconds=60)
 
 
 def numbers(rank: int, size: int) -> None:
