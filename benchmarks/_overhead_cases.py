@@ -36,6 +36,7 @@ OWN = "the library's own time"
 LOOP = "an empty statement"
 CFFI = "cffi, the bare call"
 IN_PLACE, INTO = "pynccl: all_reduce(a)", "pynccl: all_reduce(a, b)"
+WITHOUT_WAIT = "pynccl, a method without wait=: all_reduce(a)"
 STREAM = "pynccl: all_reduce(a, b, stream=stream)"
 PREPARED, PLANNED = "pynccl: a prepared call", f"pynccl: a plan of {PLAN}"
 GROUPED, GROUPED_PREPARED = f"pynccl: group of {GROUP} calls", f"pynccl: group of {GROUP} prepared calls"
@@ -60,6 +61,7 @@ CASES = (
     # Each with the recorder on right behind the same without: their difference is smaller than what a machine
     # drifts in a while.
     Case(IN_PLACE, "pynccl", "comm.all_reduce(a)"),
+    Case(WITHOUT_WAIT, "pynccl", "without_wait.all_reduce(a)"),
     Case(IN_PLACE_ON, "recorder", "traced.all_reduce(a)"),
     Case(INTO, "pynccl", "comm.all_reduce(a, b)"),
     Case(INTO_ON, "recorder", "traced.all_reduce(a, b)"),
@@ -85,9 +87,19 @@ CASES = (
 )
 # Where there is a driver, every array call asks for the current stream: the same calls with a fake one.
 CUPYX_CURRENT = "cupyx: all_reduce(a, b), the current stream"
+# There is something to wait for with a driver only. Each beside the same call with a wait.
+SYNCHRONIZED, WORK = f"{STREAM}; synchronize", f"{STREAM} with wait=False; wait"
+PREPARED_SYNCHRONIZED, PREPARED_WORK = f"{PREPARED}; synchronize", f"{PREPARED} with wait=False; wait"
+PLANNED_SYNCHRONIZED, PLANNED_WORK = f"{PLANNED}; synchronize", f"{PLANNED} with wait=False; wait"
 DRIVER_CASES = (
     *(case for case in CASES if case.name in (IN_PLACE, INTO, STREAM, PREPARED, CUPY_INTO, CUPYX_INTO)),
     Case(CUPYX_CURRENT, "cupyx", "cupyx_comm.all_reduce(a, b)"),
+    Case(SYNCHRONIZED, "pynccl", "comm.all_reduce(a, b, stream=stream); comm.synchronize(stream)"),
+    Case(WORK, "pynccl", "comm.all_reduce(a, b, stream=stream, wait=False).wait()"),
+    Case(PREPARED_SYNCHRONIZED, "pynccl", "op(); comm.synchronize()"),
+    Case(PREPARED_WORK, "pynccl", "op(wait=False).wait()"),
+    Case(PLANNED_SYNCHRONIZED, "pynccl", "plan(); comm.synchronize()", PLAN, _PLAN_CALLS),
+    Case(PLANNED_WORK, "pynccl", "plan(wait=False).wait()", PLAN, _PLAN_CALLS),
 )
 PEERS = (CUPY_BARE, CUPY_IN_PLACE, CUPY_INTO, CUPYX_INTO, N4_BARE, N4_INTO, CTYPES)
 
@@ -160,6 +172,8 @@ def targets(samples: Samples, import_ms: float | None) -> list[Target]:
     ]
     costs = [(PREPARED_ON, PREPARED), (IN_PLACE_ON, IN_PLACE), (INTO_ON, INTO), (GROUPED_ON, GROUPED)]
     found += [Target(on, off, "ns above", 15, above(samples, on, off)) for on, off in costs]
+    # What the argument costs those who do not pass it: Python tests it once.
+    found.append(Target(IN_PLACE, WITHOUT_WAIT, "ns above", 30, above(samples, IN_PLACE, WITHOUT_WAIT)))
     found.append(Target(PLANNED, OWN, "ns above", 5, above(samples, PLANNED, OWN)))
     found.append(Target("import pynccl", "numpy's and cffi's import", "ms beyond", 50, import_ms))
     return found

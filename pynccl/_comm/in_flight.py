@@ -69,10 +69,11 @@ class CudaEvents:
         self._device = device
 
     def record(self, stream: int) -> int | None:
-        # Recording an event would add it to the graph; querying one would invalidate the capture.
-        if cuda.stream_is_capturing(stream):
-            return None
+        # In a thread without a context the driver knows no default stream.
         with cuda.using_device(self._device):
+            # Recording an event would add it to the graph; querying one would invalidate the capture.
+            if cuda.stream_is_capturing(stream):
+                return None
             event = cuda.event_create()
             cuda.event_record(event, stream)
         return event

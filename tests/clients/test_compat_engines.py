@@ -19,8 +19,9 @@ import torch.distributed as dist
 from torch.distributed import ReduceOp
 
 import pynccl
+from clients_page import rows
 from conftest import ROOT, Run
-from engine_files import Group, Stream, downloaded, imported
+from engine_files import ENGINES, FILES, Group, Stream, downloaded, imported
 from meeting import until
 from pynccl import testing
 from pynccl.compat import sglang, vllm
@@ -288,6 +289,17 @@ def test_signatures(engine: str, files: Callable[[str], str]) -> None:
         mine = parameters(getattr(getattr(OURS[engine], kind), function))
         assert list(mine.items())[: len(wanted)] == list(wanted.items()), name
         assert all(list(mine.values())[len(wanted) :]), name
+
+
+@pytest.mark.parametrize("engine", OURS)
+def test_the_page(engine: str) -> None:
+    name, release = {"vllm": "vLLM", "sglang": "SGLang"}[engine], ENGINES[engine][0].split("==")[1]
+    found = rows(1, f"{name} {release}")
+    assert {file for cells in found for file in cells[0].split(", ")} - {"signatures"} <= {
+        *FILES,
+        "pynccl.py on rank 0",
+    }
+    assert set(FILES) <= {file for cells in found for file in cells[0].split(", ")}
 
 
 # --- without the engines ------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from clients_page import rows
 from conftest import ROOT
 from engines import BIN, environment
 from processes import completed
@@ -41,6 +42,10 @@ EXCLUDED = {
 # cupyx.distributed reads the sizes before it ends the group that receives them. With CUDA they are right by
 # chance: CuPy's pool gives the memory in which this rank's own were, and both matrices are the same.
 ITS_GROUP = "TestNCCLBackendSparse::test_send_recv"
+# How many tests are in the file of the binding, and in that of cupyx.distributed; what each way leaves out.
+OF_THE_BINDING, OF_CUPYX = 15, 46
+BINDING_WAYS = ["cupy", "compat.cupy"]
+CUPYX_WAYS: dict[str, list[str]] = {"cupy": [ITS_GROUP], "compat.cupy": [ITS_GROUP], "compat.cupyx": []}
 SITE = "import host_cuda\nhost_cuda.install({way!r})\n"
 
 
@@ -79,19 +84,37 @@ def suite(file: Path, way: str, folder: Path, timeout: float, *excluded: str) ->
 
 
 @pytest.mark.timeout(150)
-@pytest.mark.parametrize("way", ["cupy", "compat.cupy"])
+@pytest.mark.parametrize("way", BINDING_WAYS)
 def test_of_the_binding(way: str, theirs: Path, tmp_path: Path) -> None:
-    assert suite(theirs / NCCL, way, tmp_path, 140) == 15
+    assert suite(theirs / NCCL, way, tmp_path, 140) == OF_THE_BINDING
 
 
 @pytest.mark.full
 @pytest.mark.timeout(1500)
-@pytest.mark.parametrize(
-    ("way", "excluded"), [("cupy", [ITS_GROUP]), ("compat.cupy", [ITS_GROUP]), ("compat.cupyx", [])]
-)
+@pytest.mark.parametrize(("way", "excluded"), CUPYX_WAYS.items())
 def test_of_cupyx_distributed(way: str, excluded: list[str], theirs: Path, tmp_path: Path) -> None:
-    assert suite(theirs / COMM, way, tmp_path, 1400, *excluded) == 46 - len(excluded)
+    assert suite(theirs / COMM, way, tmp_path, 1400, *excluded) == OF_CUPYX - len(excluded)
 
 
 def test_every_file_is_run_or_excluded(theirs: Path) -> None:
     assert {file.name for file in (theirs / DISTRIBUTED).glob("test_*.py")} == {*EXCLUDED, "test_comm.py"}
+
+
+def test_the_page() -> None:
+    found = rows(0, f"CuPy {version('cupy-cuda12x')}")
+    binding, distributed = found[: len(BINDING_WAYS)], found[len(BINDING_WAYS) : -2]
+    for way, (file, over, passed, excluded) in zip(BINDING_WAYS, binding, strict=True):
+        assert (file, excluded) == (NCCL, "") and ("preloaded" if way == "cupy" else f"pynccl.{way}") in over
+        assert passed == f"{OF_THE_BINDING} of {OF_THE_BINDING}"
+    for (way, left_out), (file, over, passed, excluded) in zip(CUPYX_WAYS.items(), distributed, strict=True):
+        assert file.startswith(COMM) and ("preloaded" if way == "cupy" else f"pynccl.{way}") in over
+        assert passed == f"{OF_CUPYX - len(left_out)} of {OF_CUPYX}"
+        assert excluded in ([f"{ITS_GROUP} (1)", "the same (1)"] if left_out else [""])
+    said = {name: why for files, _, passed, why in found[-2:] for name in files.split(", ")}
+    assert {passed for _, _, passed, _ in found[-2:]} == {"not run"}
+    assert said.keys() == EXCLUDED.keys()
+    assert {name for name, why in said.items() if why == "call no NCCL"} == {
+        name for name, why in EXCLUDED.items() if why == "calls no NCCL"
+    }
+    # No client is without such a test.
+    assert {cells[0].split()[0] for cells in rows(0, "")} == {"CuPy", "nccl4py", "mpi4py"}

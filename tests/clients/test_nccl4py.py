@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import sys
 import tempfile
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
+from clients_page import rows
 from conftest import ROOT, clean_environment
 from engines import environment, open_mpi
 from processes import completed, piped
@@ -158,3 +160,14 @@ def test_examples(path: str, nranks: int, repository: Path) -> None:
 def test_every_example_is_run_or_excluded(repository: Path) -> None:
     found = [*repository.glob("bindings/nccl4py/examples/**/*.py"), *repository.glob("docs/examples/**/*.py")]
     assert {str(path.relative_to(repository)) for path in found} == EXAMPLES.keys() | EXCLUDED
+
+
+@pytest.mark.slow
+def test_the_page() -> None:
+    ((files, over, passed, excluded),) = rows(0, f"nccl4py {version('nccl4py')}")
+    assert f"the examples of the tag {TAG} of {REPOSITORY.removeprefix('https://github.com/')}" in files
+    assert over == "the CPU library, preloaded under nccl.core"
+    assert passed == f"{len(EXAMPLES)} of {len(EXAMPLES) + len(EXCLUDED)}"
+    assert (
+        excluded == ", ".join(name.removeprefix("bindings/nccl4py/examples/") for name in EXCLUDED) + " (3)"
+    )

@@ -231,6 +231,18 @@ def watches_calls_that_do_not_block(rank: int, nranks: int) -> None:
         comm.abort()
 
 
+def works_in_a_thread_without_a_context(rank: int, nranks: int) -> None:
+    """Only with a context does the driver know a default stream."""
+    with create() as comm:
+        array = on_device(0)
+        assert cuda.current_device() is None
+        works = [comm.all_reduce(array, stream=0, wait=False)]
+        works.append(comm.prepare.all_reduce(array, stream=0)(wait=False))
+        for work in works:
+            work.wait(timeout=20)
+        assert cuda.current_device() is None
+
+
 def keeps_arrays_of_other_streams(rank: int, nranks: int) -> None:
     cuda.set_device(0)
     with create() as comm:
@@ -300,6 +312,7 @@ CASES = [
     waits_for_streams,
     watches_streams,
     watches_calls_that_do_not_block,
+    works_in_a_thread_without_a_context,
     keeps_arrays_of_other_streams,
     barriers,
     ends,

@@ -358,6 +358,31 @@ def test_a_graph(cluster: Any, members: Actors, kind: str) -> None:
     communicator.destroy()
 
 
+def test_the_communicator_that_ray_creates(cluster: Any) -> None:
+    """Do in each actor what Ray does where a graph names no communicator: its graphs ask for GPUs first."""
+    actors = make(cluster, 2)
+
+    def registered(_: int) -> str:
+        from ray.experimental.channel.accelerator_context import AcceleratorContext
+
+        pynccl_ray().register_graphs()
+        return str(AcceleratorContext.get().generate_communicator_id())
+
+    def created(rank: int, uid: str) -> tuple[str, list[float]]:
+        import torch
+        from ray.experimental.channel.accelerator_context import AcceleratorContext
+        from ray.experimental.util.types import ReduceOp
+
+        communicator = AcceleratorContext.get().create_communicator(2, uid, rank, actors, None, False)
+        total = torch.empty(2)
+        communicator.allreduce(torch.full((2,), rank + 1.0), total, ReduceOp.SUM)
+        communicator.destroy()
+        return type(communicator).__name__, total.tolist()
+
+    uid = run(cluster, actors, registered)[0]
+    assert run(cluster, actors, created, uid) == [("DeviceCommunicator", [3.0, 3.0])] * 2
+
+
 def test_an_actor_of_a_graph_dies(cluster: Any) -> None:
     """The others, which wait for it, are free again at once, and take part in a new graph."""
     import pynccl.ray
@@ -483,3 +508,13 @@ def test_the_example(cluster: Any) -> None:
         True
     ] * 2
     assert re.search(r"^accuracy 0\.9\d+, undisturbed 0\.9\d+, difference", done.stdout, re.M)
+
+
+def test_the_example_of_graphs_and_transport(cluster: Any) -> None:
+    command = [sys.executable, str(ROOT / "examples" / "ray_graph.py")]
+    done = completed(command, env=environment(), timeout=170)
+    assert done.returncode == 0, done.stderr
+    # The sum of three tensors of four times the step.
+    said = [f"step {step}: the norms are {[6.0 * step] * 3}" for step in (1, 2, 3)]
+    said.append("worker 2 has worker 0's weights: [0.0, 1.0, 2.0, 3.0]")
+    assert [line for line in done.stdout.splitlines() if line.startswith(("step", "worker"))] == said

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import sys
 from pathlib import Path
@@ -38,6 +39,22 @@ def test_asynchronous() -> None:
     done = launch(2, "asynchronous.py", "--layers", "3", "--width", "1000")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("all sums are right, the loop went on\n") == 2
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_engine_push(engine: str) -> None:
+    done = run(sys.executable, str(EXAMPLES / "engine_push.py"), engine, PYNCCL_LIBRARY="cpu")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [f"step {step}: 2 workers have the weights" for step in (1, 2, 3)]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason="CuPy is not installed")
+def test_cupy_nccl() -> None:
+    env = {"PYNCCL_LIBRARY": "cpu", "PYNCCL_CPU_BLOCKING": "1", "PYNCCL_TIMEOUT": "30"}
+    done = run(sys.executable, str(EXAMPLES / "cupy_nccl.py"), **env)
+    assert done.returncode == 0, done.stderr
+    said = [f"rank {rank}: rank [1] died: RankFailedError of pynccl.compat.cupy" for rank in (0, 2)]
+    assert done.stdout.splitlines() == said
 
 
 @pytest.mark.parametrize("nranks", [1, 4])

@@ -116,6 +116,11 @@ def limits(rank: int, size: int) -> None:
         dist.all_reduce(torch.ones(2))
     with pytest.raises(ValueError, match="timeout is 0ms, expected more than 0"):
         backend._set_default_timeout(timedelta(0))
+    if not hasattr(dist, "set_timeout"):
+        # Before torch 2.15 its function knows only its own backends, and says so.
+        with pytest.warns(UserWarning, match="only supported for either nccl or gloo"):
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=7))
+        assert backend.options._timeout == timedelta(seconds=60)
 
 
 def numbers(rank: int, size: int) -> None:
@@ -126,8 +131,25 @@ def numbers(rank: int, size: int) -> None:
     assert backend._get_sequence_number_for_group() == before + 2
 
 
+def not_provided(rank: int, size: int) -> None:
+    """What docs/torch.md says of calls that the backend does not have."""
+    backend = world()._get_backend(CPU)
+    assert not backend.supports_tensor_alloc(CPU)
+    for call, says in (
+        (lambda: backend.mem_allocator, "Backend pynccl does not support getMemAllocator"),
+        (
+            lambda: backend.allocate_tensor(4, dtype=torch.float32, device=CPU),
+            "Backend pynccl does not support allocateTensor",
+        ),
+    ):
+        with pytest.raises(RuntimeError, match=says):
+            call()
+    # Functions of ProcessGroupNCCL alone, not of c10d::Backend.
+    assert not any(hasattr(backend, name) for name in ("register_mem_pool", "deregister_mem_pool"))
+
+
 def test_groups_options_and_limits(tmp_path: Path) -> None:
-    on_ranks(3, tmp_path, tensors_without_axes, groups, split_by_nccl, options, limits, numbers)
+    on_ranks(3, tmp_path, tensors_without_axes, groups, split_by_nccl, options, limits, numbers, not_provided)
 
 
 # --- functional collectives, and graphs with them ---
