@@ -9,14 +9,14 @@ __distribution__ = "pynccl-cffi"
 import importlib as _importlib
 import typing as _typing
 
-from pynccl._package import require_built as _require_built
+from pynccl._base.installation import require_built as _require_built
 
 # Before every other import: it may change the folder that they come from.
 _require_built()
 
+from pynccl._base.version import __version__ as __version__
 from pynccl._run import evidence as _evidence
 from pynccl._run import word as _word
-from pynccl._version import __version__ as __version__
 
 if _typing.TYPE_CHECKING:
     from pynccl import allocators as allocators
@@ -167,8 +167,8 @@ def _meant(name: str) -> str:
         return ""
     if name in _IMPORTED:
         return f": import pynccl.{name}"
+    from pynccl._base.hints import meant
     from pynccl._comm.communicator import Communicator
-    from pynccl._names import meant
     from pynccl._types import DataType, RedOp
 
     for codes in (RedOp, DataType):

@@ -14,6 +14,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
+from pynccl._base.values import MOST_DEVICES as _MOST_DEVICES
+from pynccl._base.values import check_text as _check_text
+from pynccl._base.values import is_int as _is_int
+from pynccl._base.values import shown
 from pynccl._library.binding import ffi as _ffi
 from pynccl._library.binding import lib as _lib
 from pynccl._library.device_api import *
@@ -37,10 +41,6 @@ from pynccl._library.status import text as _text
 from pynccl._library.unfit import unfit as _unfit
 from pynccl._types import LateHandle as LateHandle
 from pynccl._types import to_unique_id as _to_unique_id
-from pynccl._values import MOST_DEVICES as _MOST_DEVICES
-from pynccl._values import check_text as _check_text
-from pynccl._values import is_int as _is_int
-from pynccl._values import shown
 
 _ConfigLike = Config | Mapping[str, Any] | None
 

@@ -24,6 +24,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from pynccl._base.timeouts import check_timeout
+from pynccl._base.values import rank_list, shown
 from pynccl._comm import lifetime
 from pynccl._errors import BootstrapError
 from pynccl._run import word
@@ -32,8 +34,6 @@ from pynccl._run.launch import MOST_RANKS, OWN, choose_backend, rank_environment
 from pynccl._run.nodes import open_store
 from pynccl._run.ports import free_port
 from pynccl._run.process import Child, describe_exit, die_with_parent, wait_all
-from pynccl._timeouts import check_timeout
-from pynccl._values import rank_list, shown
 from pynccl.bootstrap._environment import as_rank
 
 __all__ = ["RankError", "RankTimeout", "run"]

@@ -223,7 +223,7 @@ def capi_module(binding: Binding, header: Header) -> str:
     parts += ["from pynccl._library.status import text as _text"] if "_text" in uses else []
     parts += ["from pynccl._library.unfit import unfit as _unfit"]
     if "_check_text" in uses:
-        parts += ["from pynccl._values import check_text as _check_text"]
+        parts += ["from pynccl._base.values import check_text as _check_text"]
     parts += ["\n_new = _ffi.new", *(["_buffer = _ffi.buffer"] if "_buffer" in uses else [])]
     parts += ["", "", *body]
     return "\n".join(parts)

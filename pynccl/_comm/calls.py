@@ -10,6 +10,8 @@ import numpy as np
 
 from pynccl._arrays import buffers
 from pynccl._arrays.buffers import Kind, held, kind_of
+from pynccl._base.timeouts import check_timeout
+from pynccl._base.values import shown
 from pynccl._comm.arguments import Arguments
 from pynccl._comm.core import INTERRUPTED, NO_WINDOW, OVERLAP, RECORDED, WAITING, Core
 from pynccl._comm.groups import Group
@@ -34,9 +36,7 @@ from pynccl._library.generated.kinds import (
 )
 from pynccl._library.generated.structs import CollConfig
 from pynccl._library.status import IN_PROGRESS, check
-from pynccl._timeouts import check_timeout
 from pynccl._types import DataType, RedOp
-from pynccl._values import shown
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

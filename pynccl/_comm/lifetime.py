@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any, Protocol
 
+from pynccl._base.timeouts import LONGEST
+from pynccl._base.values import shown
 from pynccl._errors import NcclError
-from pynccl._timeouts import LONGEST
-from pynccl._values import shown
 
 
 class Member(Protocol):

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pynccl import _host
+from pynccl._base.host import digest, loopback
 from pynccl._errors import BootstrapError, NcclError, NcclSystemError, descriptor_limit
 from pynccl._library.binding import ffi, lib
 from pynccl._secure import handshake
@@ -153,7 +153,7 @@ def _greeting() -> tuple[str, bytes, NcclError | None]:
         secret = read_secret()
         if secret:
             handshake.load_noise()
-        host, key = _host.digest(_host.same_host("net")), secrets.token_bytes(_KEY)
+        host, key = digest(loopback()), secrets.token_bytes(_KEY)
         return secret, _GREETING.pack(host, key, *process(os.getpid()), bool(secret), _mesh_ranks()), None
     except BootstrapError as error:
         return "", bytes(_GREETING.size), error

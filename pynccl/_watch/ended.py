@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import NamedTuple, Protocol
 
-from pynccl import _host
+from pynccl._base.host import clock, digest, process_ids
 from pynccl._errors import BootstrapError
 from pynccl._library.binding import lib
 
@@ -33,13 +33,12 @@ class Process(NamedTuple):
 
 def process(pid: int) -> Process:
     """Return a process that this one knows by its process id."""
-    return Process(_host.digest(_host.same_boot("pid")), pid, int(lib.pynccl_process_start(pid)))
+    return Process(digest(process_ids()), pid, int(lib.pynccl_process_start(pid)))
 
 
 def key(ended: Process) -> str:
     """Return the store's key for the time at which a process ended."""
-    clock = _host.digest(_host.same_boot("time"))
-    return f"ended/{clock.hex()}/{ended.space.hex()}/{ended.pid}/{ended.start}"
+    return f"ended/{digest(clock()).hex()}/{ended.space.hex()}/{ended.pid}/{ended.start}"
 
 
 def exit_key(rank: int) -> str:

@@ -16,9 +16,9 @@ from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple
 
+from pynccl._base.values import shown
 from pynccl._device.blocking import bounded
 from pynccl._errors import BootstrapError, NcclTimeoutError
-from pynccl._values import shown
 from pynccl._watch.ended import exit_key
 from pynccl.bootstrap import _environment, _mpi
 from pynccl.bootstrap._environment import Launcher

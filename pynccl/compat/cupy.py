@@ -23,6 +23,7 @@ from typing import Any
 
 from pynccl import _errors as _base
 from pynccl import capi
+from pynccl._base.values import shown
 from pynccl._comm import create as _create
 from pynccl._comm import derive as _derive
 from pynccl._comm import end as _end
@@ -55,7 +56,6 @@ from pynccl._library.results import result_name as _result_name
 from pynccl._library.unfit import unfit as _unfit
 from pynccl._trace import recorder as _recorder
 from pynccl._types import DataType as _DataType
-from pynccl._values import shown
 from pynccl.compat._import import StandIn as _StandIn
 
 NCCL_INT8 = NCCL_CHAR = ncclInt8

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import ray
 
+from pynccl._base.timeouts import resolve_timeout, rounded
 from pynccl._comm.communicator import Communicator
 from pynccl._errors import BootstrapError
-from pynccl._timeouts import resolve_timeout, rounded
 from pynccl.bootstrap._generation import meet
 from pynccl.bootstrap._init import init
 from pynccl.ray._keys import Keys

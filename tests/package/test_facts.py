@@ -17,7 +17,7 @@ ONCE = {
     '"NCCL_DEBUG_SUBSYS"': "bootstrap/_variables.py",
     '"sys/bus/pci/devices"': "_tools/machine.py",
     "signal.SIGHUP, signal.SIGQUIT)": "_run/launch.py",
-    "another package named pynccl is installed": "_package.py",
+    "another package named pynccl is installed": "_base/installation.py",
     "since NCCL reports no status": "mpi/_requests.py",
     "FAST_RANKS = 64": "native/watch.h",
     "SLICE_MS = 100": "native/comm.h",

@@ -682,8 +682,8 @@ def test_ranks_that_differ(compile_library: Callable[..., str]) -> None:
 
 # Other releases than this rank's own.
 OTHER_VERSIONS = """
-import platform, pynccl._version
-pynccl._version.__version__ = "9.8.7"
+import platform, pynccl._base.version
+pynccl._base.version.__version__ = "9.8.7"
 platform.python_version_tuple = lambda: ("3", "99", "0")
 """
 

@@ -12,7 +12,7 @@ from pynccl._library.loader import functions as _library
 from pynccl._library.status import check as _check
 from pynccl._library.status import text as _text
 from pynccl._library.unfit import unfit as _unfit
-from pynccl._values import check_text as _check_text
+from pynccl._base.values import check_text as _check_text
 
 _new = _ffi.new
 _buffer = _ffi.buffer
