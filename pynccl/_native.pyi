@@ -1,6 +1,6 @@
 """The compiled binding as the type checker sees it: its functions take ints and return a status.
 
-Beside what cffi makes there are callables that run one C function, and recordings (fastcall.c).
+Beside what cffi makes there are callables that run one C function, and recordings (module.c).
 """
 
 from collections.abc import Callable
