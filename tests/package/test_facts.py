@@ -21,13 +21,17 @@ ONCE = {
     "since NCCL reports no status": "mpi/_requests.py",
     "FAST_RANKS = 64": "native/watch.h",
     "SLICE_MS = 100": "native/comm.h",
-    "NON_BLOCKING = 1": "_library/cuda.py",
+    "CU_STREAM_NON_BLOCKING = 1": "api/cuda_api.h",
 }
 
 
 @pytest.mark.parametrize("fact", ONCE)
 def test_a_fact_stands_once(fact: str) -> None:
-    kinds = (".cpp", ".hpp", ".inc", ".c", ".h") if ONCE[fact].startswith(("cpu/", "native/")) else (".py",)
+    kinds = (
+        (".cpp", ".hpp", ".inc", ".c", ".h")
+        if ONCE[fact].startswith(("api/", "cpu/", "native/"))
+        else (".py",)
+    )
     files = [path for path in sorted(PACKAGE.rglob("*")) if path.suffix in kinds]
     code = {path: re.sub(r"//.*", "", path.read_text(encoding="utf-8")) for path in files}
     found = {path.relative_to(PACKAGE).as_posix() for path, text in code.items() if fact in text}
