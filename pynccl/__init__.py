@@ -15,8 +15,8 @@ from pynccl._base.installation import require_built as _require_built
 _require_built()
 
 from pynccl._base.version import __version__ as __version__
-from pynccl._run import evidence as _evidence
-from pynccl._run import word as _word
+from pynccl._run import ended_record as _ended_record
+from pynccl._run import stack_requests as _stack_requests
 
 if _typing.TYPE_CHECKING:
     from pynccl import allocators as allocators
@@ -79,8 +79,8 @@ if _typing.TYPE_CHECKING:
     from pynccl._watch.check_mode import check_mode as check_mode
     from pynccl.bootstrap._init import init as init
 
-_evidence.listen()
-_word.listen()
+_stack_requests.listen()
+_ended_record.listen()
 
 # Where the public names live: a module is imported at the first access to one of its names.
 _PLACES = {

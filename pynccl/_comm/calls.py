@@ -112,12 +112,12 @@ class Calls:
         """Return the Work of the calls that were issued on a stream up to now."""
         return Work(name, [part(self.core, stream)], result)
 
-    def all_reduce(self, send: Any, recv: Any, op: Any, stream: Any, config: PerCall) -> Any:
+    def all_reduce(self, send: Any, recv: Any, op: Any, stream: Any, config: PerCall, wait: Any) -> Any:
         """Run an all_reduce; `usual_all_reduce` is faster for a repeated array type, op and dtype."""
-        return self.run(ALL_REDUCE, send, recv, op, 0, stream, config)
+        return self.run(ALL_REDUCE, send, recv, op, 0, stream, config, wait)
 
     def usual_all_reduce(self) -> fastcall.Usual:
-        """Return the callable that runs all_reduce with (send, recv, op, stream, config)."""
+        """Return the callable that runs all_reduce with (send, recv, op, stream, config, wait)."""
         core = self.core
         stream = None if core.streamless else buffers.cupy_stream
         return fastcall.Usual(core.usual, stream, core.device, self._after_usual, self.all_reduce)

@@ -473,4 +473,4 @@ def _ordinals(devices: Any) -> list[int]:
     return ordinals
 
 
-lifetime.explain = lambda error: add_hint(error, Communicator)
+lifetime.hint_by(lambda error: add_hint(error, Communicator))

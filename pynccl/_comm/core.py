@@ -832,7 +832,7 @@ class Core:
     def __del__(self) -> None:
         # No collective call here: garbage collection runs at other times on other ranks.
         if getattr(self, "handle", 0) and self.owned:
-            lifetime.orphans.append(self.holdings)
+            lifetime.keep_to_the_end([self.holdings])
             # Only a rank that waits for a further call of this one may notice.
             known = self.watch.verdict() is not None
             if self._take_from_watchdog(lib.PYNCCL_ABORTS_TOO if known else lib.PYNCCL_ENDS):

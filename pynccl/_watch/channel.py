@@ -50,7 +50,14 @@ _GREETING = struct.Struct(f"!{_KEY}s{_KEY}s{_KEY}sIQ?I")
 _MESH, _MESH_RANKS, _MOST_MESH = "PYNCCL_MESH_RANKS", 32, 1 << 16
 
 # The host of the rendezvous that the last pynccl.init named, rather than the launcher's variables.
-met_at = ""
+_met_at = ""
+
+
+def remember_host(host: str) -> None:
+    """Remember the host of pynccl.init's rendezvous: the way to it is the way to the other ranks."""
+    global _met_at
+    _met_at = host
+
 
 # A function that gathers an equal number of bytes from every rank.
 Gather = Callable[[bytes], list[bytes]]
@@ -424,7 +431,7 @@ def outward_address() -> str:
             answer = fcntl.ioctl(sock, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
             return socket.inet_ntoa(answer[20:24])
     store = os.environ.get("PYNCCL_STORE", "").rpartition(":")[0].strip("[]")
-    target = met_at or store or os.environ.get("MASTER_ADDR", "")
+    target = _met_at or store or os.environ.get("MASTER_ADDR", "")
     # Addresses reserved for documentation: only the route is looked up, no packet is sent.
     for host in filter(None, (target, "192.0.2.1", "2001:db8::1")):
         with suppress(OSError):

@@ -81,7 +81,7 @@ def init(
     if chosen.part and device is None:
         device = _chosen_before
 
-    channel.met_at = chosen.host
+    channel.remember_host(chosen.host)
     place = caller()
 
     def make(uids: list[UniqueId], on: int | None) -> Communicator:

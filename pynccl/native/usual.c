@@ -103,20 +103,21 @@ static int usual_after(const Usual* self, int result, PyObject* send, PyObject* 
   return 0;
 }
 
-// (send, recv, op, stream, config): returns the array with the result.
+// (send, recv, op, stream, config, wait): returns the array with the result.
 static PyObject* usual_call(PyObject* callable, PyObject* const* args, size_t flags, PyObject* names) {
   const Usual* self = (Usual*)callable;
-  if (PyVectorcall_NARGS(flags) != 5 || names)
-    return PyErr_Format(PyExc_TypeError, "expected 5 arguments by position");
+  if (PyVectorcall_NARGS(flags) != 6 || names)
+    return PyErr_Format(PyExc_TypeError, "expected 6 arguments by position");
   PyObject *send = args[0], *recv = args[1];
   int result = 0, issued = 0;
-  if (args[3] == Py_None && args[4] == Py_None) issued = usual_issue(self, send, recv, args[2], &result);
+  if (args[3] == Py_None && args[4] == Py_None && args[5] == Py_True)
+    issued = usual_issue(self, send, recv, args[2], &result);
   if (issued < 0) {
     if (!PyErr_ExceptionMatches(PyExc_TypeError) && !PyErr_ExceptionMatches(PyExc_AttributeError))
       return NULL;
     PyErr_Clear();
   }
-  if (issued <= 0) return PyObject_Vectorcall(self->otherwise, args, 5, NULL);
+  if (issued <= 0) return PyObject_Vectorcall(self->otherwise, args, 6, NULL);
   pynccl_list* recording = pynccl_innermost();
   if (result == PYNCCL_RECORDED && recording) {
     if (pynccl_keep_object(recording, send) || (recv != Py_None && pynccl_keep_object(recording, recv)))

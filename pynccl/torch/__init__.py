@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from pynccl._base.values import shown
 from pynccl._comm import lifetime
-from pynccl.bootstrap._generation import meet
+from pynccl.bootstrap._rounds import meet
 from pynccl.torch import _build, _provider, _reconfigure
 
 if not dist.is_available():

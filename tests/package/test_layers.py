@@ -164,6 +164,23 @@ def test_mpi_passes_methods_and_not_their_names() -> None:
     assert not found
 
 
+def test_nothing_sets_the_globals_of_another_module() -> None:
+    """A layer registers with one below it by a function."""
+    found = []
+    for module, tree in sorted(modules().items()):
+        others = {
+            alias.asname or alias.name
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ImportFrom)
+            for alias in node.names
+            if f"{node.module}.{alias.name}" in modules()
+        }
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                found += [f"{module} sets {ast.unparse(node)}"] if ast.unparse(node.value) in others else []
+    assert not found
+
+
 def test_nothing_imports_private_names() -> None:
     found = [
         f"{module} imports {alias.name} of {node.module}"
