@@ -22,10 +22,10 @@ import pytest
 import fake_nccl
 import pynccl
 from bench_runs import changed_library, library_with
-from conftest import ROOT, clean_environment
+from conftest import ROOT
 from hosts import Hosts, needs_root
 from hosts import joined as joined_hosts
-from launchers import LAUNCHERS, PYNCCL_RUN
+from launchers import PYNCCL_RUN, without_launchers
 from meeting import free_port, state, until
 from processes import completed, piped
 from pynccl._tools.doctor import devices, known, network
@@ -43,8 +43,8 @@ Finding = dict[str, Any]
 
 
 def environment(**more: str) -> dict[str, str]:
-    outside = (*LAUNCHERS, "TORCHELASTIC_", "CUDA_VISIBLE_DEVICES", "container")
-    kept = {name: value for name, value in clean_environment().items() if not name.startswith(outside)}
+    outside = ("CUDA_VISIBLE_DEVICES", "container")
+    kept = {name: value for name, value in without_launchers().items() if not name.startswith(outside)}
     return kept | {"PYNCCL_LIBRARY": "cpu", "HOME": "/nonexistent"} | more
 
 
