@@ -69,3 +69,16 @@ def test_versions_of_nccl_stand_in_tables() -> None:
 
 
 GENERATED = ("since.hpp", "nccl.h")
+
+
+def test_the_oldest_nccl_is_the_same_everywhere() -> None:
+    patterns = {
+        "README.md": r"^\| NCCL \| ([\d.]+) to ",
+        "CHANGELOG.md": r"with any libnccl from ([\d.]+) on",
+        "docs/architecture.md": r"NVIDIA's libnccl, ([\d.]+) to ",
+        "docs/figures/rooms.svg": r"NVIDIA's NCCL, ([\d.]+) to ",
+    }
+    texts = {name: (ROOT / name).read_text(encoding="utf-8") for name in patterns}
+    found = {name: re.findall(pattern, texts[name], re.M) for name, pattern in patterns.items()}
+    assert len({tuple(versions) for versions in found.values()}) == 1, found
+    assert all(found.values())
