@@ -258,8 +258,8 @@ class Survivors:
 
     def _overruled(self) -> RankFailedError:
         return self._failure(
-            f"{self.doing} the communicator: others decided without this rank, {self.me} of {self.size}, "
-            "which had decided with them; exclude may differ between the survivors",
+            f"{self.doing} the communicator: the other ranks left this one out, {self.me} of {self.size}, "
+            "although it had agreed with them; exclude may differ between the survivors",
             1 << self.me,
         )
 

@@ -781,7 +781,7 @@ def test_a_rank_that_is_stopped(tmp_path: Path, where: str) -> None:
     found = findings(first)
     if where == "meeting":
         (silent,) = those(found, "ranks", "error")
-        assert silent["text"] == "rank 1 of 3 came, and did not answer then"
+        assert silent["text"] == "rank 1 of 3 came, then did not answer"
         assert not those(found, "all_reduce")
     else:
         failed = only(found, "all_reduce", "error")["text"]

@@ -134,7 +134,7 @@ def _absent(missing: list[int], size: int) -> Finding:
 def _silent(ranks: list[int], size: int) -> Finding:
     return error(
         "ranks",
-        f"{rank_list(ranks)} of {size} came, and did not answer then",
+        f"{rank_list(ranks)} of {size} came, then did not answer",
         "A collective waits for every rank.",
         "Look at that process, ps -o pid,stat,wchan: it is stopped, or waits for a disk or a network.",
     )

@@ -35,8 +35,7 @@ ncclResult_t check_ready(Comm& comm, const char* function, bool only_takes) {
                 function, static_cast<void*>(comm.handle));
   if (ncclResult_t r = comm.check_sound(function, only_takes); r != ncclSuccess) return r;
   if (ncclResult_t r = comm_state.pending(); r != ncclSuccess)
-    return fail(r, "%s: comm is non-blocking, and the error of a wrong call has become its state for good",
-                function);
+    return fail(r, "%s: comm is non-blocking: the error of an earlier wrong call stays its state", function);
   return ncclSuccess;
 }
 
