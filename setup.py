@@ -12,9 +12,8 @@ import shlex
 import shutil
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from glob import glob
 from pathlib import Path
 from typing import Any, ClassVar
@@ -105,25 +104,18 @@ def generate(names: set[str]) -> dict[str, list[Path]]:
     return made | {BINDING: _build_ffi.Binding().emit(MADE)} if BINDING in names else made
 
 
-@contextmanager
-def side_by_side(compiler: Any) -> Iterator[None]:
-    """Have the compiler compile the files of an extension in parallel."""
-    compile_all, compile_one = compiler.compile, compiler._compile
+def side_by_side(compile_all: Callable[..., list[str]]) -> Callable[..., list[str]]:
+    """Return a compiler's `compile` that compiles the files of an extension in parallel.
 
-    def compile(*args: Any, **options: Any) -> Any:
+    setuptools can only build whole extensions in parallel, and nearly all files belong to one.
+    """
+
+    def compile(sources: list[str], **options: Any) -> list[str]:
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            jobs: list[Any] = []
-            compiler._compile = lambda *one: jobs.append(pool.submit(compile_one, *one))
-            objects = compile_all(*args, **options)
-        for job in jobs:
-            job.result()
-        return objects
+            jobs = [pool.submit(compile_all, [source], **options) for source in sources]
+        return [made for job in jobs for made in job.result()]
 
-    compiler.compile = compile
-    try:
-        yield
-    finally:
-        compiler.compile, compiler._compile = compile_all, compile_one
+    return compile
 
 
 class build_ext(_build_ext):
@@ -159,8 +151,8 @@ class build_ext(_build_ext):
         super().run()
 
     def build_extensions(self) -> None:
-        with side_by_side(self.compiler):
-            super().build_extensions()
+        self.compiler.compile = side_by_side(self.compiler.compile)
+        super().build_extensions()
 
     def build_extension(self, ext: Extension) -> None:
         super().build_extension(ext)

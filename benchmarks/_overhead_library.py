@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 import shlex
 import subprocess
-import sys
 from os import environ
 from pathlib import Path
-from typing import Any
+
+from pynccl import _build_ffi
 
 VERSION = 23203
 SONAME = "libnccl.so.2"
@@ -37,19 +36,9 @@ _RETURNS = {"void": "", "ncclTeam_t": "return (ncclTeam_t){0};"}
 _NEW = {"comm", "newcomm"}
 
 
-def _headers() -> Any:
-    """Return the declarations that the binding itself is built from."""
-    spec = importlib.util.spec_from_file_location("build_ffi", ROOT / "pynccl" / "_build_ffi.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["build_ffi"] = module
-    spec.loader.exec_module(module)
-    return module.parse("nccl_api")
-
-
 def source() -> str:
     """Return the library's C source."""
-    header = _headers()
+    header = _build_ffi.parse("nccl_api")
     parts = [_HEAD, header.types, "static char object;"]
     parts.append(f"static unsigned long long calls[{len(header.functions)}];")
     for index, function in enumerate(header.functions):

@@ -10,9 +10,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tabulate import tabulate
-
 from _peers import BY_PARTS
+from _tables import table
 
 MIB = 1 << 20
 OURS = ("pynccl", "pynccl-staged", "torch-pynccl")
@@ -127,12 +126,6 @@ def number(value: float | None, digits: int = 3) -> str:
     while abs(value) >= 10 and places:
         value, places = value / 10, places - 1
     return f"{value * 10 ** (digits - 1 - places):.{places}f}"
-
-
-def table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    """Lay out a Markdown table whose columns are aligned for reading as it is."""
-    align = ("right",) * len(header)
-    return tabulate(lines, header, tablefmt="pipe", disable_numparse=True, colalign=align)
 
 
 def bandwidths(rows: Sequence[Row], peers: Sequence[str], base: str | None = None) -> str:

@@ -9,14 +9,14 @@ __distribution__ = "pynccl-cffi"
 import importlib as _importlib
 import typing as _typing
 
-from pynccl._package import require_built as _require_built
+from pynccl._base.installation import require_built as _require_built
 
 # Before every other import: it may change the folder that they come from.
 _require_built()
 
-from pynccl._run import evidence as _evidence
-from pynccl._run import word as _word
-from pynccl._version import __version__ as __version__
+from pynccl._base.version import __version__ as __version__
+from pynccl._run import ended_record as _ended_record
+from pynccl._run import stack_requests as _stack_requests
 
 if _typing.TYPE_CHECKING:
     from pynccl import allocators as allocators
@@ -79,8 +79,8 @@ if _typing.TYPE_CHECKING:
     from pynccl._watch.check_mode import check_mode as check_mode
     from pynccl.bootstrap._init import init as init
 
-_evidence.listen()
-_word.listen()
+_stack_requests.listen()
+_ended_record.listen()
 
 # Where the public names live: a module is imported at the first access to one of its names.
 _PLACES = {
@@ -167,8 +167,8 @@ def _meant(name: str) -> str:
         return ""
     if name in _IMPORTED:
         return f": import pynccl.{name}"
+    from pynccl._base.hints import meant
     from pynccl._comm.communicator import Communicator
-    from pynccl._names import meant
     from pynccl._types import DataType, RedOp
 
     for codes in (RedOp, DataType):

@@ -291,7 +291,7 @@ class Binding:
         ffi = cffi.FFI()
         ffi.cdef(self.cdef())
         includes = "".join(f'#include "{name}"\n' for name in ("library.h", *_OWN_HEADERS))
-        # fastcall.c has the module's initialisation, which calls cffi's.
+        # module.c has the module's initialisation, which calls cffi's.
         rename = "#define PyInit__native pynccl_cffi_module\n"
         ffi.set_source("pynccl._native", includes + rename)
         ffi.emit_c_code(str(folder / "_native.c"))

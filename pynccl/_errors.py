@@ -15,6 +15,8 @@ NcclError (RuntimeError)
 └── BootstrapError                the ranks could not find each other
 
 Wrong Python arguments are TypeError and ValueError. Every class pickles.
+
+Not in `_base/`: tracebacks and pickles contain this module's name.
 """
 
 from __future__ import annotations

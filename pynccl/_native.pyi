@@ -1,6 +1,6 @@
 """The compiled binding as the type checker sees it: its functions take ints and return a status.
 
-Beside what cffi makes there are callables that run one C function, and recordings (fastcall.c).
+Beside what cffi makes there are callables that run one C function, and recordings (module.c).
 """
 
 from collections.abc import Callable
@@ -19,6 +19,19 @@ class _Lib:
     PYNCCL_NO_MEMORY: int
     PYNCCL_STOPPED: int
     PYNCCL_INTERRUPTED: int
+    CUDA_ERROR_INVALID_VALUE: int
+    CUDA_ERROR_DEINITIALIZED: int
+    CUDA_ERROR_INVALID_HANDLE: int
+    CUDA_ERROR_NOT_READY: int
+    CUDA_ERROR_STREAM_CAPTURE_IMPLICIT: int
+    CU_STREAM_CAPTURE_MODE_RELAXED: int
+    CU_STREAM_NON_BLOCKING: int
+    CU_EVENT_DISABLE_TIMING: int
+    CU_POINTER_ATTRIBUTE_MEMORY_TYPE: int
+    CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL: int
+    CU_MEMORYTYPE_HOST: int
+    CU_DEVICE_P2P_ATTRIBUTE_PERFORMANCE_RANK: int
+    CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED: int
     def pynccl_open(self, path: bytes, how: int) -> Any: ...
     def pynccl_symbol(self, handle: Any, name: bytes) -> Any: ...
     def pynccl_close(self, handle: Any) -> int: ...
@@ -59,10 +72,10 @@ class Usual:
         stream: Callable[[], int] | None,
         device: int,
         after: Callable[[int, Any, Any], None],
-        otherwise: Callable[[Any, Any, Any, Any, Any], Any],
+        otherwise: Callable[[Any, Any, Any, Any, Any, Any], Any],
         /,
     ) -> Usual: ...
-    def __call__(self, send: Any, recv: Any, op: Any, stream: Any, config: Any, /) -> Any: ...
+    def __call__(self, send: Any, recv: Any, op: Any, stream: Any, config: Any, wait: Any, /) -> Any: ...
 
 class Open: ...
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from pynccl._base.values import Code
 from pynccl._library.generated import api, capi
-from pynccl._values import Code
 
 
 class DataType(Code):

@@ -14,8 +14,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
+from pynccl._base.values import MOST_DEVICES as _MOST_DEVICES
+from pynccl._base.values import check_text as _check_text
+from pynccl._base.values import is_int as _is_int
+from pynccl._base.values import shown
 from pynccl._library.binding import ffi as _ffi
 from pynccl._library.binding import lib as _lib
+from pynccl._library.c_arguments import argument_error as _argument_error
 from pynccl._library.device_api import *
 from pynccl._library.fields import pack as _pack
 from pynccl._library.generated.api import *
@@ -34,13 +39,8 @@ from pynccl._library.status import forget as _forget
 from pynccl._library.status import remember as _remember
 from pynccl._library.status import remember_late as _remember_late
 from pynccl._library.status import text as _text
-from pynccl._library.unfit import unfit as _unfit
 from pynccl._types import LateHandle as LateHandle
 from pynccl._types import to_unique_id as _to_unique_id
-from pynccl._values import MOST_DEVICES as _MOST_DEVICES
-from pynccl._values import check_text as _check_text
-from pynccl._values import is_int as _is_int
-from pynccl._values import shown
 
 _ConfigLike = Config | Mapping[str, Any] | None
 
@@ -85,7 +85,7 @@ def ncclCommInitRank(nranks: int, commId: bytes, rank: int) -> int:
         if r := _library.ncclCommInitRank(cell, nranks, uid, rank):
             _check(r, "ncclCommInitRank")
     except (TypeError, OverflowError) as error:
-        raise _unfit(error, "int, int", nranks=nranks, rank=rank) from None
+        raise _argument_error(error, "int, int", nranks=nranks, rank=rank) from None
     return _handle(cell, uid, (rank, nranks))
 
 
@@ -95,7 +95,7 @@ def ncclCommInitRankConfig(nranks: int, commId: bytes, rank: int, config: _Confi
         if r := _library.ncclCommInitRankConfig(cell, nranks, uid, rank, options):
             _check(r, "ncclCommInitRankConfig")
     except (TypeError, OverflowError) as error:
-        raise _unfit(error, "int, int", nranks=nranks, rank=rank) from None
+        raise _argument_error(error, "int, int", nranks=nranks, rank=rank) from None
     return _handle(cell, options, (rank, nranks))
 
 
@@ -109,7 +109,7 @@ def ncclCommInitRankScalable(
         if r := _library.ncclCommInitRankScalable(cell, nranks, myrank, nId, uids, options):
             _check(r, "ncclCommInitRankScalable")
     except (TypeError, OverflowError) as error:
-        raise _unfit(error, "int, int, int", nranks=nranks, myrank=myrank, nId=nId) from None
+        raise _argument_error(error, "int, int, int", nranks=nranks, myrank=myrank, nId=nId) from None
     return _handle(cell, (uids, options), (myrank, nranks))
 
 
@@ -122,7 +122,7 @@ def ncclCommInitAll(ndev: int, devlist: Sequence[int] | None = None) -> list[int
         if r := _library.ncclCommInitAll(cells, ndev, devices):
             _check(r, "ncclCommInitAll")
     except (TypeError, OverflowError) as error:
-        raise _unfit(error, "int", ndev=ndev) from None
+        raise _argument_error(error, "int", ndev=ndev) from None
     comms = [int(comm) for comm in cells][:ndev]
     for rank, comm in enumerate(comms):
         _remember(comm, (rank, ndev), cells)
@@ -135,7 +135,7 @@ def ncclCommSplit(comm: int, color: int, key: int, config: _ConfigLike = None) -
         if r := _library.ncclCommSplit(comm, color, key, cell, options):
             _check(r, "ncclCommSplit", comm)
     except (TypeError, OverflowError) as error:
-        raise _unfit(error, "uintptr_t, int, int", comm=comm, color=color, key=key) from None
+        raise _argument_error(error, "uintptr_t, int, int", comm=comm, color=color, key=key) from None
     return 0 if color == NCCL_SPLIT_NOCOLOR else _handle(cell, (options,), parent=comm)
 
 
@@ -152,7 +152,7 @@ def ncclCommShrink(
         if r := _library.ncclCommShrink(comm, ranks, excludeRanksCount, cell, options, shrinkFlags):
             _check(r, "ncclCommShrink", comm)
     except (TypeError, OverflowError) as error:
-        raise _unfit(
+        raise _argument_error(
             error,
             "uintptr_t, int, int",
             comm=comm,
@@ -171,7 +171,7 @@ def ncclCommGrow(
         if r := _library.ncclCommGrow(comm, nRanks, uid, rank, cell, options):
             _check(r, "ncclCommGrow", comm)
     except (TypeError, OverflowError) as error:
-        raise _unfit(error, "uintptr_t, int, int", comm=comm, nRanks=nRanks, rank=rank) from None
+        raise _argument_error(error, "uintptr_t, int, int", comm=comm, nRanks=nRanks, rank=rank) from None
     return _handle(cell, (options, uid), parent=comm)
 
 
@@ -180,7 +180,7 @@ def ncclCommDestroy(comm: int) -> int:
         if r := _library.ncclCommDestroy(comm):
             _check(r, "ncclCommDestroy", comm)
     except (TypeError, OverflowError) as error:
-        raise _unfit(error, "uintptr_t", comm=comm) from None
+        raise _argument_error(error, "uintptr_t", comm=comm) from None
     _forget(comm)
     return r
 
@@ -190,7 +190,7 @@ def ncclCommAbort(comm: int) -> int:
         if r := _library.ncclCommAbort(comm):
             _check(r, "ncclCommAbort", comm)
     except (TypeError, OverflowError) as error:
-        raise _unfit(error, "uintptr_t", comm=comm) from None
+        raise _argument_error(error, "uintptr_t", comm=comm) from None
     _forget(comm)
     return r
 
@@ -201,7 +201,7 @@ def ncclCommQueryProperties(comm: int) -> CommProperties:
         if r := _library.ncclCommQueryProperties(comm, cell):
             _check(r, "ncclCommQueryProperties", comm)
     except (TypeError, OverflowError) as error:
-        raise _unfit(error, "uintptr_t", comm=comm) from None
+        raise _argument_error(error, "uintptr_t", comm=comm) from None
     return CommProperties.unpack(cell)
 
 
@@ -211,7 +211,7 @@ def ncclCommWindowRegister(comm: int, buff: int, size: int, winFlags: int = NCCL
         if r := _library.ncclCommWindowRegister(comm, buff, size, cell, winFlags):
             _check(r, "ncclCommWindowRegister", comm)
     except (TypeError, OverflowError) as error:
-        raise _unfit(
+        raise _argument_error(
             error, "uintptr_t, uintptr_t, size_t, int", comm=comm, buff=buff, size=size, winFlags=winFlags
         ) from None
     return _handle(cell, parent=comm)
@@ -238,7 +238,9 @@ def ncclWaitSignal(
         if r := _library.ncclWaitSignal(nDesc, cells, comm, stream):
             _check(r, "ncclWaitSignal", comm)
     except (TypeError, OverflowError) as error:
-        raise _unfit(error, "int, uintptr_t, uintptr_t", nDesc=nDesc, comm=comm, stream=stream) from None
+        raise _argument_error(
+            error, "int, uintptr_t, uintptr_t", nDesc=nDesc, comm=comm, stream=stream
+        ) from None
     return r
 
 
@@ -257,7 +259,7 @@ def ncclGetErrorString(result: int) -> str:
     try:
         return _text(_library.ncclGetErrorString(result))
     except (TypeError, OverflowError) as error:
-        raise _unfit(error, "int", result=result) from None
+        raise _argument_error(error, "int", result=result) from None
 
 
 def ncclGetLastError(comm: int = 0) -> str:
@@ -265,7 +267,7 @@ def ncclGetLastError(comm: int = 0) -> str:
     try:
         return _text(_library.ncclGetLastError(comm))
     except (TypeError, OverflowError) as error:
-        raise _unfit(error, "uintptr_t", comm=comm) from None
+        raise _argument_error(error, "uintptr_t", comm=comm) from None
 
 
 # --- parameters, encryption ---------------------------------------------------------------------------------
@@ -285,7 +287,7 @@ def ncclParamGet(h: int, maxLen: int) -> bytes:
         if r := _library.ncclParamGet(h, address, maxLen, length):
             _check(r, "ncclParamGet")
     except (TypeError, OverflowError) as error:
-        raise _unfit(error, "uintptr_t, int", h=h, maxLen=maxLen) from None
+        raise _argument_error(error, "uintptr_t, int", h=h, maxLen=maxLen) from None
     return bytes(_ffi.buffer(out, min(length[0], maxLen)))
 
 
@@ -310,5 +312,5 @@ def pyncclCpuGetAlgorithm(comm: int, collective: str, size: int) -> tuple[str, i
         if r := _library.pyncclCpuGetAlgorithm(comm, name, size, out, most):
             _check(r, "pyncclCpuGetAlgorithm", comm)
     except (TypeError, OverflowError) as error:
-        raise _unfit(error, "uintptr_t, size_t", comm=comm, size=size) from None
+        raise _argument_error(error, "uintptr_t, size_t", comm=comm, size=size) from None
     return _text(out[0]), most[0]

@@ -24,16 +24,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from pynccl._base.timeouts import check_timeout
+from pynccl._base.values import rank_list, shown
 from pynccl._comm import lifetime
 from pynccl._errors import BootstrapError
-from pynccl._run import word
-from pynccl._run.evidence import in_order
+from pynccl._run import ended_record
 from pynccl._run.launch import MOST_RANKS, OWN, choose_backend, rank_environment
 from pynccl._run.nodes import open_store
 from pynccl._run.ports import free_port
 from pynccl._run.process import Child, describe_exit, die_with_parent, wait_all
-from pynccl._timeouts import check_timeout
-from pynccl._values import rank_list, shown
+from pynccl._run.stack_requests import in_order
 from pynccl.bootstrap._environment import as_rank
 
 __all__ = ["RankError", "RankTimeout", "run"]
@@ -142,7 +142,7 @@ def run(
     )
     base = choose_backend(os.environ, backend) | _master(threads) | (env or {})
     with _folder() as folder, open_store(base) as server:
-        tell = partial(word.tell_exit, server.address, server.secret, server.job)
+        tell = partial(ended_record.tell_exit, server.address, server.secret, server.job)
         job = _Job(Path(folder), nranks, tell, threads)
         Path(folder, "task").write_bytes(pickle.dumps(task))
         Path(folder, "args").write_bytes(content)
@@ -551,8 +551,8 @@ def _packed(args: tuple[Any, ...]) -> bytes:
 
 
 def _failed_by(error: BaseException, dumps: Callable[[Any], bytes]) -> tuple[bool, bytes, str]:
-    if isinstance(error, TypeError) and lifetime.explain is not None:
-        lifetime.explain(error)
+    if isinstance(error, TypeError):
+        lifetime.add_hint(error)
     return False, _dumps_error(error, dumps), "".join(traceback.format_exception(error))
 
 

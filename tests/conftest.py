@@ -20,7 +20,7 @@ import pytest
 import fake_nccl
 import null_library
 import pynccl
-from launchers import PYNCCL_RUN
+from launchers import PYNCCL_RUN, clean_environment
 from meeting import free_port
 from processes import completed, piped
 
@@ -41,12 +41,6 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 Launch = Callable[..., "subprocess.Popen[str]"]
 Script = Callable[[str], str]
-
-
-def clean_environment() -> dict[str, str]:
-    """Return the environment without what changes which library is used or how it behaves."""
-    foreign = ("NCCL_", "PYNCCL_", "CONDA_PREFIX", "LD_PRELOAD", "PYTHONPATH")
-    return {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
 
 
 @pytest.fixture

@@ -170,7 +170,7 @@ class Caller:
         lines += [f"    {line}" for line in self._prepare(f)]
         guarded = [call, f'    _check(r, "{f.name}"{comm})']
         if ints:
-            refusal = f'    raise _unfit(error, "{", ".join(types)}", {", ".join(ints)}) from None'
+            refusal = f'    raise _argument_error(error, "{", ".join(types)}", {", ".join(ints)}) from None'
             caught = ["except (TypeError, OverflowError) as error:", refusal]
             guarded = ["try:", *(f"    {line}" for line in guarded), *caught]
         lines += [f"    {line}" for line in guarded]
@@ -214,16 +214,16 @@ def capi_module(binding: Binding, header: Header) -> str:
     uses = {name for name in helpers if any(name in text for text in body)}
     parts = [BY_WHOM.format(what=f"What {header.name}.h declares, but for what capi.py writes by hand")]
     parts += ["from collections.abc import Mapping\nfrom typing import Any\n"] if "Mapping" in uses else []
+    if "_check_text" in uses:
+        parts += ["from pynccl._base.values import check_text as _check_text"]
     parts += ["from pynccl._library.binding import ffi as _ffi"]
+    parts += ["from pynccl._library.c_arguments import argument_error as _argument_error"]
     parts += ["from pynccl._library.fields import pack as _pack"] if "_pack" in uses else []
     structs = [name for name in ("CollConfig", "Team") if name in uses]
     parts += [f"from pynccl._library.generated.structs import {', '.join(structs)}"] if structs else []
     parts += ["from pynccl._library.loader import functions as _library"]
     parts += ["from pynccl._library.status import check as _check"]
     parts += ["from pynccl._library.status import text as _text"] if "_text" in uses else []
-    parts += ["from pynccl._library.unfit import unfit as _unfit"]
-    if "_check_text" in uses:
-        parts += ["from pynccl._values import check_text as _check_text"]
     parts += ["\n_new = _ffi.new", *(["_buffer = _ffi.buffer"] if "_buffer" in uses else [])]
     parts += ["", "", *body]
     return "\n".join(parts)

@@ -16,10 +16,10 @@ import numpy as np
 
 from pynccl._arrays import dlpack, dtypes
 from pynccl._arrays.dtypes import from_name, from_numpy, from_torch, native
+from pynccl._base.values import is_int, refuse_copy, shown
 from pynccl._library import cuda
 from pynccl._library.binding import ffi
 from pynccl._types import DataType
-from pynccl._values import is_int, refuse_copy, shown
 
 # Pointer, count, dtype code (dtypes), device, flags. A plain tuple for speed: every argument of every call
 # makes one. The flags are 0 for a writable array in C order with a dtype of NCCL's own.

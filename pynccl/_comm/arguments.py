@@ -17,6 +17,7 @@ from pynccl._arrays.buffers import (
     shape_of,
     spans,
 )
+from pynccl._base.values import as_index, is_int, shown
 from pynccl._comm.core import Core
 from pynccl._library.binding import lib
 from pynccl._library.generated.kinds import (
@@ -31,7 +32,6 @@ from pynccl._library.generated.kinds import (
     SCATTER,
     SEND,
 )
-from pynccl._values import as_index, is_int, shown
 
 # Checked arguments: address of the input, address of the output, NCCL's count, dtype code, the array with the
 # result. A plain tuple for speed: every call makes one.

@@ -10,6 +10,8 @@ import numpy as np
 
 from pynccl._arrays import buffers
 from pynccl._arrays.buffers import Kind, held, kind_of
+from pynccl._base.timeouts import check_timeout
+from pynccl._base.values import shown
 from pynccl._comm.arguments import Arguments
 from pynccl._comm.core import INTERRUPTED, NO_WINDOW, OVERLAP, RECORDED, WAITING, Core
 from pynccl._comm.groups import Group
@@ -34,9 +36,7 @@ from pynccl._library.generated.kinds import (
 )
 from pynccl._library.generated.structs import CollConfig
 from pynccl._library.status import IN_PROGRESS, check
-from pynccl._timeouts import check_timeout
 from pynccl._types import DataType, RedOp
-from pynccl._values import shown
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -112,12 +112,12 @@ class Calls:
         """Return the Work of the calls that were issued on a stream up to now."""
         return Work(name, [part(self.core, stream)], result)
 
-    def all_reduce(self, send: Any, recv: Any, op: Any, stream: Any, config: PerCall) -> Any:
+    def all_reduce(self, send: Any, recv: Any, op: Any, stream: Any, config: PerCall, wait: Any) -> Any:
         """Run an all_reduce; `usual_all_reduce` is faster for a repeated array type, op and dtype."""
-        return self.run(ALL_REDUCE, send, recv, op, 0, stream, config)
+        return self.run(ALL_REDUCE, send, recv, op, 0, stream, config, wait)
 
     def usual_all_reduce(self) -> fastcall.Usual:
-        """Return the callable that runs all_reduce with (send, recv, op, stream, config)."""
+        """Return the callable that runs all_reduce with (send, recv, op, stream, config, wait)."""
         core = self.core
         stream = None if core.streamless else buffers.cupy_stream
         return fastcall.Usual(core.usual, stream, core.device, self._after_usual, self.all_reduce)

@@ -12,6 +12,9 @@ import numpy as np
 
 from pynccl import capi
 from pynccl._arrays.buffers import Array
+from pynccl._base.hints import Hinting, add_hint
+from pynccl._base.timeouts import check_timeout
+from pynccl._base.values import INT, MOST_DEVICES, check_int, check_list, is_int, refuse_copy, shown
 from pynccl._comm import create, derive, end, lifetime, recovery
 from pynccl._comm.calls import Calls
 from pynccl._comm.core import Core
@@ -30,12 +33,9 @@ from pynccl._memory import statistics
 from pynccl._memory.registration import Registration
 from pynccl._memory.statistics import MemoryStats
 from pynccl._memory.window import Window
-from pynccl._names import Hinting, add_hint
-from pynccl._timeouts import check_timeout
 from pynccl._trace import recorder
 from pynccl._trace.recorder import TraceRecord
 from pynccl._types import UniqueId, to_unique_id
-from pynccl._values import INT, MOST_DEVICES, check_int, check_list, is_int, refuse_copy, shown
 
 
 @recorder.with_callers(
@@ -473,4 +473,4 @@ def _ordinals(devices: Any) -> list[int]:
     return ordinals
 
 
-lifetime.explain = lambda error: add_hint(error, Communicator)
+lifetime.hint_by(lambda error: add_hint(error, Communicator))

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from pynccl import capi
 from pynccl._arrays.buffers import ANYWHERE, HOST, held
+from pynccl._base.timeouts import check_timeout, resolve_timeout
+from pynccl._base.values import rank_list
 from pynccl._comm import lifetime
 from pynccl._comm.in_flight import CpuEvents, CudaEvents, InFlight, Mark
 from pynccl._device import streams
@@ -33,10 +35,8 @@ from pynccl._library.status import IN_PROGRESS, note_dropped
 from pynccl._memory.owner import used_streams
 from pynccl._memory.registration import Registrations
 from pynccl._memory.window import Windows
-from pynccl._timeouts import check_timeout, resolve_timeout
 from pynccl._trace import recorder
 from pynccl._trace.callers import Place, called_from, caller, caller_line
-from pynccl._values import rank_list
 from pynccl._watch import check_mode
 from pynccl._watch.watchdog import Look, Watch
 
@@ -834,7 +834,7 @@ class Core:
     def __del__(self) -> None:
         # No collective call here: garbage collection runs at other times on other ranks.
         if getattr(self, "handle", 0) and self.owned:
-            lifetime.orphans.append(self.holdings)
+            lifetime.keep_to_the_end([self.holdings])
             # Only a rank that waits for a further call of this one may notice.
             known = self.watch.verdict() is not None
             if self._take_from_watchdog(lib.PYNCCL_ABORTS_TOO if known else lib.PYNCCL_ENDS):

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from pynccl import capi
+from pynccl._base.values import rank_list
 from pynccl._comm import lifetime
 from pynccl._comm.core import Core, hinting
 from pynccl._comm.end import abort, abort_if_made
@@ -20,7 +21,6 @@ from pynccl._library.binding import address_of, lib
 from pynccl._library.generated import kinds
 from pynccl._library.generated.api import pyncclCpuDied
 from pynccl._trace import recorder
-from pynccl._values import rank_list
 from pynccl._watch import check_mode
 from pynccl._watch.watchdog import DEATH_MS, Look
 

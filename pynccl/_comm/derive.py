@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from pynccl import capi
+from pynccl._base.values import is_int, shown
 from pynccl._comm.core import Core
 from pynccl._comm.create import take
 from pynccl._comm.end import abort, abort_if_made, adopt
@@ -15,7 +16,6 @@ from pynccl._errors import NcclError, NcclRemoteError, NcclTimeoutError
 from pynccl._library.generated import kinds
 from pynccl._library.generated.structs import Config
 from pynccl._trace import recorder
-from pynccl._values import is_int, shown
 
 ConfigLike = Config | Mapping[str, Any] | None
 

@@ -117,7 +117,7 @@ def destroy(core: Core) -> None:
                     failed = failed or (None if core.told else error)
                 except BaseException:
                     core.watch.stop(lib.PYNCCL_ABORTS_TOO)
-                    lifetime.orphans.append(core.holdings)
+                    lifetime.keep_to_the_end([core.holdings])
                     raise
             core.release()
     lib.pynccl_trace_mark(core.c.trace, kinds.DESTROY)
@@ -156,7 +156,7 @@ def abort(core: Core) -> None:
         if handles:
             bounded(lambda: abort_all(handles), _ABORT_SECONDS, _ABORT)
     except BaseException:
-        lifetime.orphans += [one.holdings for one in family]
+        lifetime.keep_to_the_end(one.holdings for one in family)
         raise
     until = time.monotonic() + LINGER
     for running in interrupted:
@@ -168,7 +168,7 @@ def abort(core: Core) -> None:
 def _close_borrowed(core: Core) -> None:
     """Deregister memory from a communicator that its creator goes on using."""
     # Only all ranks together close a window.
-    lifetime.orphans += core.windows.kept()
+    lifetime.keep_to_the_end(core.windows.kept())
     if not core.registrations:
         return
     try:
@@ -176,7 +176,7 @@ def _close_borrowed(core: Core) -> None:
             registration.close_all(core, _BORROWED_SECONDS)
     except NcclError:
         # Calls are still in flight, or another thread is in one.
-        lifetime.orphans += core.registrations.kept()
+        lifetime.keep_to_the_end(core.registrations.kept())
 
 
 def adopt(core: Core, child: Core) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from types import TracebackType
 
+from pynccl._base.values import refuse_copy, shown
 from pynccl._comm.recording import Recording
 from pynccl._errors import NcclInvalidUsage
 from pynccl._library import loader
 from pynccl._library.binding import fastcall, lib
 from pynccl._library.generated.structs import SimInfo
 from pynccl._library.status import check
-from pynccl._values import refuse_copy, shown
 
 end = fastcall.end
 

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any, Protocol
 
+from pynccl._base.timeouts import LONGEST
+from pynccl._base.values import shown
 from pynccl._errors import NcclError
-from pynccl._timeouts import LONGEST
-from pynccl._values import shown
 
 
 class Member(Protocol):
@@ -36,10 +36,11 @@ class Member(Protocol):
 # Handles that this process must release, and all communicators, also those that do not own their handle.
 owned: set[int] = set()
 living: weakref.WeakSet[Member] = weakref.WeakSet()
-# Tells the launcher that this rank leaves; `_run/evidence.py`, a layer above, sets it.
-on_leaving: Callable[[], object] | None = None
+# What layers above register, by the functions below.
+_on_leaving: Callable[[], object] | None = None
+_hint: Callable[[BaseException], str] | None = None
 # Arrays that the library may still write to after their communicator was garbage-collected.
-orphans: list[Any] = []
+_kept: list[Any] = []
 
 
 class _ExitThread(threading.Thread):
@@ -71,8 +72,6 @@ class _AtEnd:
         self._done.wait(seconds)
 
 
-# Adds a hint to an exception that ends the program, and returns it; set by the communicator.
-explain: Callable[[BaseException], str] | None = None
 # PYNCCL_EXIT_TIMEOUT, read with the first communicator.
 _seconds = 5.0
 _leave: _AtEnd | None = None
@@ -90,6 +89,11 @@ def own(handle: int) -> None:
         _leave, _abort = _AtEnd(capi.ncclCommDestroy), _AtEnd(capi.ncclCommAbort)
         _when_multiprocessing_ends()
     owned.add(handle)
+
+
+def keep_to_the_end(arrays: Iterable[Any]) -> None:
+    """Keep arrays until the process ends: the library may still write to them."""
+    _kept.extend(arrays)
 
 
 def disown(handle: int) -> None:
@@ -114,7 +118,7 @@ def _at_exit() -> None:
         # Before the other ranks learn of it, and perhaps exit sooner.
         tell_launcher()
     last = _last_exception()
-    if isinstance(last, TypeError) and explain is not None and (text := explain(last)):
+    if isinstance(last, TypeError) and (text := add_hint(last)):
         print(f"pynccl: {text}", file=sys.stderr)
     aborts = last is not None
     broken = set(owned) if aborts else set()
@@ -138,10 +142,27 @@ def _at_exit() -> None:
         _end_by_interrupt()
 
 
+def when_leaving(tell: Callable[[], object]) -> None:
+    """Register what tells the launcher that this rank leaves."""
+    global _on_leaving
+    _on_leaving = tell
+
+
 def tell_launcher() -> None:
     """Tell the launcher, if there is one, that this rank leaves now."""
-    if on_leaving is not None:
-        on_leaving()
+    if _on_leaving is not None:
+        _on_leaving()
+
+
+def hint_by(hint: Callable[[BaseException], str]) -> None:
+    """Register what adds a hint to an exception that ends the program."""
+    global _hint
+    _hint = hint
+
+
+def add_hint(error: BaseException) -> str:
+    """Add a hint to an exception that ends the program, and return it; "" if there is none."""
+    return "" if _hint is None else _hint(error)
 
 
 def _end_by_interrupt() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from pynccl._arrays import dtypes
 from pynccl._arrays.buffers import Span, kind_of
+from pynccl._base.values import as_index, shown
 from pynccl._comm.calls import Calls
 from pynccl._comm.groups import Group
 from pynccl._comm.recording import function_name
@@ -16,7 +17,6 @@ from pynccl._library.binding import address_of, fastcall, ffi, lib
 from pynccl._library.generated.kinds import PUT_SIGNAL, SIGNAL, WAIT_SIGNAL
 from pynccl._memory.window import Entry, entry_of
 from pynccl._types import DataType
-from pynccl._values import as_index, shown
 
 _BITS: Any = lib.PYNCCL_SIGNAL_BITS
 _MOST_SIGNALS = (1 << 31) - 1

@@ -16,7 +16,6 @@ from pynccl._comm.reductions import Op, PreMulSum
 from pynccl._comm.work import Work
 from pynccl._library.generated.kinds import (
     ALL_GATHER,
-    ALL_REDUCE,
     ALL_TO_ALL,
     BROADCAST,
     GATHER,
@@ -155,9 +154,7 @@ class Operations:
         different calls; with a time-out RankFailedError or NcclTimeoutError, which name the ranks that died
         or are missing; and NcclError of another class if the library reports another error.
         """
-        if wait is not True:
-            return self._run(ALL_REDUCE, send, recv, op, 0, stream, config, wait)
-        return self._all_reduce(send, recv, op, stream, config)
+        return self._all_reduce(send, recv, op, stream, config, wait)
 
     @overload
     def reduce(

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, overload
 
+from pynccl._base.hints import Hinting, meant
+from pynccl._base.values import check_list, refuse_copy, shown
 from pynccl._comm.core import INTERRUPTED, Core
 from pynccl._comm.operations import Operations
 from pynccl._comm.recording import Recording
 from pynccl._comm.work import Work, issued_later, part
 from pynccl._device import streams
 from pynccl._library.binding import fastcall, lib
-from pynccl._names import Hinting, meant
-from pynccl._values import check_list, refuse_copy, shown
 
 P = ParamSpec("P")
 

@@ -9,6 +9,7 @@ from copy import copy
 from typing import Literal
 
 from pynccl import capi
+from pynccl._base.values import shown
 from pynccl._comm.core import Core
 from pynccl._comm.create import create
 from pynccl._comm.derive import GROW, SHRINK, ConfigLike, derive, new_child
@@ -19,7 +20,6 @@ from pynccl._library.binding import lib
 from pynccl._library.status import IN_PROGRESS, check
 from pynccl._trace import recorder
 from pynccl._types import UniqueId
-from pynccl._values import shown
 from pynccl._watch.agreement import DERIVE, MADE, WELL, View, set_of
 from pynccl._watch.survivors import GROWING, LEAVING_OUT, SECONDS, SHRINKING, Survivors, share_id
 from pynccl._watch.watchdog import DEATH_MS

@@ -10,12 +10,12 @@ import numpy as np
 from pynccl import capi
 from pynccl._arrays import dtypes
 from pynccl._arrays.buffers import Span
+from pynccl._base.values import Code, is_int, refuse_copy, shown
 from pynccl._comm.core import Core
 from pynccl._library.binding import ffi
 from pynccl._library.generated.api import ncclScalarDevice, ncclScalarHostImmediate
 from pynccl._library.generated.tables import REDUCTIONS
 from pynccl._types import RedOp
-from pynccl._values import Code, is_int, refuse_copy, shown
 
 NAMES = {name: op for op, name in enumerate(REDUCTIONS)}
 _EXPECTED = f"expected one of {', '.join(NAMES)}, a RedOp or a PreMulSum"

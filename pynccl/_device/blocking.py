@@ -12,9 +12,9 @@ from contextlib import suppress
 from typing import Generic, TypeVar, cast
 
 from pynccl import capi
+from pynccl._base.timeouts import rounded
 from pynccl._errors import NcclError, NcclSystemError, NcclTimeoutError
 from pynccl._library.binding import lib
-from pynccl._timeouts import rounded
 from pynccl._trace.recorder import dump_because
 
 T = TypeVar("T")

@@ -10,8 +10,8 @@ from types import ModuleType
 import numpy as np
 
 from pynccl import capi
+from pynccl._base.values import INT, check_int
 from pynccl._library import cuda, loader
-from pynccl._values import INT, check_int
 
 
 def _on_cpu() -> bool:

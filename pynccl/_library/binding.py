@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from pynccl import _package
+from pynccl._base import installation
 
-_package.require_own()
+installation.require_own()
 
 if TYPE_CHECKING:
     import pynccl._native as fastcall
@@ -17,7 +17,7 @@ elif sys.platform == "linux":
         import pynccl._native as fastcall
         from pynccl._native import ffi, lib
     except ImportError as error:
-        raise _package.why_not_built(error) from None
+        raise installation.why_not_built(error) from None
 else:
     from pynccl._errors import UNSUPPORTED, NotSupportedError
 

@@ -19,14 +19,8 @@ _PATHS = ("libcuda.so.1", "/usr/lib/wsl/lib/libcuda.so.1")
 # Results of the function table for an empty slot; CUDA uses neither number.
 _ABSENT = (lib.PYNCCL_NOT_FOUND, lib.PYNCCL_NOT_LOADED)
 
-_INVALID_VALUE, _DEINITIALIZED, _INVALID_HANDLE, _NOT_READY, _CAPTURE_IMPLICIT = 1, 4, 400, 600, 906
-_CAPTURE_RELAXED = 2
-_EVENT_DISABLE_TIMING = 2
 # The legacy default stream does not wait for such a stream; the CPU library has the same flag.
-STREAM_NON_BLOCKING = 1
-_MEMORY_TYPE, _DEVICE_ORDINAL = 2, 9
-_MEMORYTYPE_HOST = 1
-_P2P_PERFORMANCE_RANK, _P2P_NATIVE_ATOMICS = 1, 3
+STREAM_NON_BLOCKING: int = lib.CU_STREAM_NON_BLOCKING
 
 
 class _Driver:
@@ -183,9 +177,9 @@ def can_access_peer(ordinal: int, peer: int) -> bool:
 def peer_link(ordinal: int, peer: int) -> tuple[int, bool]:
     """Return the driver's rank of the path between two devices, 0 the fastest, and whether it has atomics."""
     devices, out = (_device(ordinal), _device(peer)), ffi.new("int*")
-    _call("cuDeviceGetP2PAttribute", out, _P2P_PERFORMANCE_RANK, *devices)
+    _call("cuDeviceGetP2PAttribute", out, lib.CU_DEVICE_P2P_ATTRIBUTE_PERFORMANCE_RANK, *devices)
     rank = int(out[0])
-    _call("cuDeviceGetP2PAttribute", out, _P2P_NATIVE_ATOMICS, *devices)
+    _call("cuDeviceGetP2PAttribute", out, lib.CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED, *devices)
     return rank, bool(out[0])
 
 
@@ -243,7 +237,7 @@ def synchronize_device() -> None:
 @contextmanager
 def relaxed_capture() -> Iterator[None]:
     """Allow this thread calls that would end a graph capture of another thread."""
-    mode = ffi.new("int*", _CAPTURE_RELAXED)
+    mode = ffi.new("int*", lib.CU_STREAM_CAPTURE_MODE_RELAXED)
     _call("cuThreadExchangeStreamCaptureMode", mode)
     try:
         yield
@@ -269,13 +263,13 @@ def stream_destroy(stream: int) -> None:
 def _destroy(name: str, handle: int) -> None:
     code = _try(name, handle)
     # At the end of the process the driver may already be shut down.
-    if code not in (0, _DEINITIALIZED):
+    if code not in (0, lib.CUDA_ERROR_DEINITIALIZED):
         _fail(name, code)
 
 
 def is_stream(stream: int) -> bool:
     """Tell whether the driver knows a stream."""
-    return _try("cuStreamQuery", stream) != _INVALID_HANDLE
+    return _try("cuStreamQuery", stream) != lib.CUDA_ERROR_INVALID_HANDLE
 
 
 def stream_query(stream: int) -> bool:
@@ -285,7 +279,7 @@ def stream_query(stream: int) -> bool:
 
 def _query(name: str, handle: int) -> bool:
     code = _try(name, handle)
-    if code not in (0, _NOT_READY):
+    if code not in (0, lib.CUDA_ERROR_NOT_READY):
         _fail(name, code)
     return code == 0
 
@@ -300,7 +294,7 @@ def stream_is_capturing(stream: int) -> bool:
     out = ffi.new("int*")
     code = _try("cuStreamIsCapturing", stream, out)
     # The legacy default stream's answer while a stream that synchronizes with it is captured.
-    if code == _CAPTURE_IMPLICIT:
+    if code == lib.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT:
         return True
     if code:
         _fail("cuStreamIsCapturing", code)
@@ -310,7 +304,7 @@ def stream_is_capturing(stream: int) -> bool:
 def event_create() -> int:
     """Create an event of the current device, without timing."""
     out = ffi.new("uintptr_t*")
-    _call("cuEventCreate", out, _EVENT_DISABLE_TIMING)
+    _call("cuEventCreate", out, lib.CU_EVENT_DISABLE_TIMING)
     return int(out[0])
 
 
@@ -345,17 +339,17 @@ def order_streams(first: int, then: int) -> None:
 
 def pointer_device(pointer: int) -> int | None:
     """Return the ordinal of the device that memory belongs to; None for host memory."""
-    kind = _pointer_attribute("unsigned int*", _MEMORY_TYPE, pointer)
-    if kind is None or kind == _MEMORYTYPE_HOST:
+    kind = _pointer_attribute("unsigned int*", lib.CU_POINTER_ATTRIBUTE_MEMORY_TYPE, pointer)
+    if kind is None or kind == lib.CU_MEMORYTYPE_HOST:
         return None
-    return _pointer_attribute("int*", _DEVICE_ORDINAL, pointer)
+    return _pointer_attribute("int*", lib.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, pointer)
 
 
 def _pointer_attribute(ctype: str, attribute: int, pointer: int) -> int | None:
     out = ffi.new(ctype)
     code = _try("cuPointerGetAttribute", int(ffi.cast("uintptr_t", out)), attribute, pointer)
     # Memory that is unknown to the driver.
-    if code == _INVALID_VALUE:
+    if code == lib.CUDA_ERROR_INVALID_VALUE:
         return None
     if code:
         _fail("cuPointerGetAttribute", code)

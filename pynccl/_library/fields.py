@@ -8,13 +8,13 @@ from dataclasses import Field, fields
 from numbers import Integral, Real
 from typing import Any, ClassVar, TypeVar
 
+from pynccl._base.values import shown
 from pynccl._errors import NotSupportedError
 from pynccl._library import loader
 from pynccl._library.binding import ffi
 from pynccl._library.generated import api
 from pynccl._library.generated.api import Version as Version
 from pynccl._library.loader import encode_version, version_text
-from pynccl._values import shown
 
 # The newest NCCL whose structs are declared; fields of newer versions keep the library's defaults.
 _NEWEST: Version = max(api.FUNCTIONS.values())

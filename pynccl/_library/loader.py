@@ -9,12 +9,12 @@ import warnings
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from pynccl._base.values import shown
 from pynccl._errors import UNSUPPORTED, LibraryNotFoundError, NcclInvalidUsage, NotSupportedError
 from pynccl._library import cuda, discovery
 from pynccl._library.binding import ffi, lib
 from pynccl._library.discovery import Candidate
 from pynccl._library.generated.api import Version
-from pynccl._values import shown
 
 _IF_LOADED, _DEEPBIND = 1, 2
 _ON_CPU = """To run on CPU memory, set PYNCCL_LIBRARY=cpu or call pynccl.load("cpu") first."""

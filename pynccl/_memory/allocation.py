@@ -8,10 +8,10 @@ from collections import deque
 from contextlib import nullcontext, suppress
 
 from pynccl import capi
+from pynccl._base.values import refuse_copy
 from pynccl._device.devices import current_device, on_device
 from pynccl._errors import NcclError
 from pynccl._library import cuda, loader
-from pynccl._values import refuse_copy
 
 
 class Allocation:

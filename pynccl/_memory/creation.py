@@ -15,10 +15,10 @@ import numpy as np
 
 from pynccl._arrays import dtypes
 from pynccl._arrays.buffers import code_of
+from pynccl._base.values import shown
 from pynccl._device.devices import current_device, on_device
 from pynccl._library import cuda, loader
 from pynccl._memory.allocation import Allocation
-from pynccl._values import shown
 
 A = TypeVar("A")
 Shape = int | Sequence[int]

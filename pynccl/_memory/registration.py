@@ -11,10 +11,10 @@ from typing import Any, Protocol
 from pynccl import capi
 from pynccl._arrays.buffers import Buffer, Span, held
 from pynccl._arrays.dtypes import itemsize
+from pynccl._base.values import refuse_copy
 from pynccl._errors import NcclError, NcclInvalidUsage
 from pynccl._memory.owner import Base, complete, refuse_unless_idle
 from pynccl._trace.callers import caller_line
-from pynccl._values import refuse_copy
 
 
 class Owner(Base, Protocol):

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple, Protocol
 from pynccl import capi
 from pynccl._arrays import dtypes
 from pynccl._arrays.buffers import Span, held, shape_of
+from pynccl._base.hints import Hinting
+from pynccl._base.values import is_int, refuse_copy, shown
 from pynccl._errors import CollectiveMismatchError, NcclInvalidUsage
 from pynccl._library import loader
 from pynccl._library.binding import ffi, lib
@@ -19,9 +21,7 @@ from pynccl._library.generated import kinds
 from pynccl._library.status import check, remember_late
 from pynccl._memory import creation
 from pynccl._memory.owner import Base, complete, refuse_unless_idle
-from pynccl._names import Hinting
 from pynccl._trace.callers import caller_line
-from pynccl._values import is_int, refuse_copy, shown
 
 _REGISTER, _DEREGISTER = kinds.FUNCTIONS[kinds.WINDOW], kinds.FUNCTIONS[kinds.CLOSE_WINDOW]
 # Gather a few numbers of every rank, as a collective call of this kind: an int64 array of one row per rank.

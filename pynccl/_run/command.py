@@ -12,12 +12,12 @@ from typing import Any
 
 import click
 
-from pynccl._options import Integer
+from pynccl._base.options import Integer
+from pynccl._base.timeouts import LONGEST
 from pynccl._run import remote
 from pynccl._run.hosts import SSH, read_hosts, run_on
 from pynccl._run.launch import MOST_RANKS, OWN, Job, launch
 from pynccl._run.nodes import Node
-from pynccl._timeouts import LONGEST
 from pynccl.bootstrap._address import parse_address
 
 # The names of Python's interpreters.

@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 
-from pynccl._colours import coloured
+from pynccl._base.colours import coloured
 from pynccl._run.launch import ENDING, MOST_RANKS
 from pynccl._run.ports import free_port
 from pynccl._secure.secret import read_secret

@@ -17,10 +17,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO
 
-from pynccl._colours import coloured
+from pynccl._base.colours import coloured
 from pynccl._errors import BootstrapError
 from pynccl._library import cuda
-from pynccl._run import evidence, word
+from pynccl._run import ended_record, stack_requests
 from pynccl._run.nodes import TIMED_OUT, Meeting, Node, Outcome, alone, among
 from pynccl._run.output import Lines, Logs, Status, shown, write_all
 from pynccl._run.process import Child
@@ -28,7 +28,7 @@ from pynccl._trace.recorder import DIR, file_name, own_folder, private_file
 from pynccl._watch import ended
 
 # Seconds for the ranks to write their traces and stacks, and seconds after SIGTERM before SIGKILL.
-EVIDENCE_SECONDS = 3.0
+STACKS_SECONDS = 3.0
 GRACE_SECONDS = 5.0
 # Seconds between two looks for the ranks' answers; the longest wait of epoll.
 _LOOK_SECONDS = 0.02
@@ -54,7 +54,7 @@ _GUARD = (
 MOST_RANKS = 1024
 # Variables that the launcher sets for its ranks.
 OWN = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
-OWN |= {"PYNCCL_STORE", "PYNCCL_EVIDENCE", "PYNCCL_KEEP_GOING", "PYNCCL_RESTART_COUNT"}
+OWN |= {"PYNCCL_STORE", "PYNCCL_STACKS_DIR", "PYNCCL_KEEP_GOING", "PYNCCL_RESTART_COUNT"}
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
@@ -178,7 +178,7 @@ class _Launcher:
         host, port = meeting.master
         self.env = env | {"MASTER_ADDR": host, "MASTER_PORT": str(port)}
         self.env["PYNCCL_RESTART_COUNT"] = str(meeting.attempt)
-        self.env[evidence.FOLDER] = str(folder)
+        self.env[stack_requests.FOLDER] = str(folder)
         self.env[ended.KEEP_GOING] = str(int(job.keep_going))
         self.children: dict[int, Child] = {}
         self.processes: dict[int, ended.Process] = {}
@@ -187,7 +187,7 @@ class _Launcher:
         self.selector = selectors.DefaultSelector()
         self.code = 0
         # The request for traces and stacks, made before the ranks get the signal that ends them.
-        self.request: evidence.Request | None = None
+        self.request: stack_requests.Request | None = None
         # When ranks ended; only of those that may have failed because of another one.
         self.ends: dict[int, float] = {}
         self.last_signal: int = signal.SIGTERM
@@ -305,7 +305,7 @@ class _Launcher:
     def _ask(self, then: int) -> None:
         """Request traces and stacks of the ranks, and end the ranks by a signal after their answers."""
         running = {child.pid: rank for rank, child in self.children.items() if rank not in self.ended}
-        self.request = evidence.Request(self.folder, running, EVIDENCE_SECONDS)
+        self.request = stack_requests.Request(self.folder, running, STACKS_SECONDS)
         self.last_signal = then
 
     def _end(self, number: int) -> None:
@@ -319,7 +319,7 @@ class _Launcher:
         if self.kill_at is None:
             self.kill_at = time.monotonic() + GRACE_SECONDS
 
-    def _show(self, request: evidence.Request) -> None:
+    def _show(self, request: stack_requests.Request) -> None:
         if not request.answers:
             return
         traces = os.environ.get(DIR)
@@ -327,7 +327,7 @@ class _Launcher:
             stacks, rank, pid = answer.stacks, answer.rank, answer.pid
             how = ", which was stopped" if answer.stopped else ""
             if not answer.complete:
-                how += f": it did not answer within {EVIDENCE_SECONDS:g} s"
+                how += f": it did not answer within {STACKS_SECONDS:g} s"
             self._say(f"rank {rank} (process {pid}){how}")
             self.errors[rank].insert(stacks)
             if traces and stacks:
@@ -430,13 +430,13 @@ class _Launcher:
         if len(self.ended) < len(self.children):
             meeting, how = self.meeting, self.children[rank].describe_exit()
             with suppress(BootstrapError, TimeoutError):
-                word.tell_exit(meeting.store, meeting.secret, meeting.job, rank, how)
+                ended_record.tell_exit(meeting.store, meeting.secret, meeting.job, rank, how)
 
     def _go_on_without(self, rank: int, code: int) -> None:
         """Tell the other ranks of an exit; end the remaining processes of a failed rank."""
         self._tell_exit(rank)
         try:
-            word.tell(self.meeting.store, self.meeting.secret, self.meeting.job, self.processes[rank])
+            ended_record.tell(self.meeting.store, self.meeting.secret, self.meeting.job, self.processes[rank])
         except (BootstrapError, TimeoutError) as error:
             self._say(f"cannot tell the other ranks of the end of rank {rank}: {error}", "error")
         if code != 0:
@@ -455,7 +455,7 @@ class _Launcher:
             write_all(sys.stderr.fileno(), b"[%d] %s\n" % (first, line))
 
     def _left_at(self, rank: int) -> float:
-        return evidence.left_at(self.folder, self.children[rank].pid)
+        return stack_requests.left_at(self.folder, self.children[rank].pid)
 
     def show_last_lines(self) -> None:
         """Show the last lines of the first rank to fail; `_show_traceback` has shown those of a traceback."""

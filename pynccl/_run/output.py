@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import BinaryIO
 
-from pynccl._colours import coloured
+from pynccl._base.colours import coloured
 
 _MAX_LINE = 1 << 20
 # Bytes that are kept of an output, to repeat its traceback or its last lines at the end.

@@ -12,12 +12,12 @@ from typing import Any
 
 import click
 
-from pynccl import _package
+from pynccl._base import installation
+from pynccl._base.version import __version__
 from pynccl._errors import NcclError
 from pynccl._library import cuda, discovery, loader
 from pynccl._tools import topology
 from pynccl._tools.machine import Machine
-from pynccl._version import __version__
 
 
 @click.command("info")
@@ -74,7 +74,7 @@ def facts() -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "library": _library(),
-        "beware": _package.other_text(other) if (other := _package.other_version()) else None,
+        "beware": installation.other_text(other) if (other := installation.other_version()) else None,
         "cpu_library": _cpu_library(),
         "cuda": _cuda(),
         "environment": {

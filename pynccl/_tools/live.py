@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from pynccl._run.evidence import status_of
+from pynccl._run.stack_requests import status_of
 from pynccl._trace.dumps import Dumps
 from pynccl._trace.recorder import DIR, OWN_FOLDER, signal_of
 from pynccl.ras.report import Status

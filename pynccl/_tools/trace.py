@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from pynccl._options import Seconds
+from pynccl._base.options import Seconds
 from pynccl._tools.live import ask, listeners, names
 from pynccl._trace.dumps import Dumps, Member, Process, TraceError, printable, read_all
 from pynccl._trace.findings import explain, say

@@ -22,11 +22,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
+from pynccl._base.values import shown
+from pynccl._base.version import __version__
 from pynccl._errors import NcclError, NcclTimeoutError
 from pynccl._library.binding import ffi, lib
 from pynccl._trace.callers import Place, caller
-from pynccl._values import shown
-from pynccl._version import __version__
 
 T = TypeVar("T")
 

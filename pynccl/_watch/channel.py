@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pynccl import _host
+from pynccl._base.host import digest, loopback
 from pynccl._errors import BootstrapError, NcclError, NcclSystemError, descriptor_limit
 from pynccl._library.binding import ffi, lib
 from pynccl._secure import handshake
@@ -50,7 +50,14 @@ _GREETING = struct.Struct(f"!{_KEY}s{_KEY}s{_KEY}sIQ?I")
 _MESH, _MESH_RANKS, _MOST_MESH = "PYNCCL_MESH_RANKS", 32, 1 << 16
 
 # The host of the rendezvous that the last pynccl.init named, rather than the launcher's variables.
-met_at = ""
+_met_at = ""
+
+
+def remember_host(host: str) -> None:
+    """Remember the host of pynccl.init's rendezvous: the way to it is the way to the other ranks."""
+    global _met_at
+    _met_at = host
+
 
 # A function that gathers an equal number of bytes from every rank.
 Gather = Callable[[bytes], list[bytes]]
@@ -153,7 +160,7 @@ def _greeting() -> tuple[str, bytes, NcclError | None]:
         secret = read_secret()
         if secret:
             handshake.load_noise()
-        host, key = _host.digest(_host.same_host("net")), secrets.token_bytes(_KEY)
+        host, key = digest(loopback()), secrets.token_bytes(_KEY)
         return secret, _GREETING.pack(host, key, *process(os.getpid()), bool(secret), _mesh_ranks()), None
     except BootstrapError as error:
         return "", bytes(_GREETING.size), error
@@ -424,7 +431,7 @@ def outward_address() -> str:
             answer = fcntl.ioctl(sock, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
             return socket.inet_ntoa(answer[20:24])
     store = os.environ.get("PYNCCL_STORE", "").rpartition(":")[0].strip("[]")
-    target = met_at or store or os.environ.get("MASTER_ADDR", "")
+    target = _met_at or store or os.environ.get("MASTER_ADDR", "")
     # Addresses reserved for documentation: only the route is looked up, no packet is sent.
     for host in filter(None, (target, "192.0.2.1", "2001:db8::1")):
         with suppress(OSError):

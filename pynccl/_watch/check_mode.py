@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from pynccl._base.values import shown
 from pynccl._library.binding import ffi, lib
 from pynccl._trace.callers import caller
-from pynccl._values import shown
 
 # NCCL's own checks, since 2.29.7; older libraries ignore the variable.
 _NCCL_VARIABLE, _NCCL_VALUE = "NCCL_CHECK_MODE", "DEBUG_GLOBAL"

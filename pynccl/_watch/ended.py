@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import NamedTuple, Protocol
 
-from pynccl import _host
+from pynccl._base.host import clock, digest, process_ids
 from pynccl._errors import BootstrapError
 from pynccl._library.binding import lib
 
@@ -33,13 +33,12 @@ class Process(NamedTuple):
 
 def process(pid: int) -> Process:
     """Return a process that this one knows by its process id."""
-    return Process(_host.digest(_host.same_boot("pid")), pid, int(lib.pynccl_process_start(pid)))
+    return Process(digest(process_ids()), pid, int(lib.pynccl_process_start(pid)))
 
 
 def key(ended: Process) -> str:
     """Return the store's key for the time at which a process ended."""
-    clock = _host.digest(_host.same_boot("time"))
-    return f"ended/{clock.hex()}/{ended.space.hex()}/{ended.pid}/{ended.start}"
+    return f"ended/{digest(clock()).hex()}/{ended.space.hex()}/{ended.pid}/{ended.start}"
 
 
 def exit_key(rank: int) -> str:
@@ -57,8 +56,13 @@ class Store(Protocol):
         """End the connection."""
 
 
-# Connects to the store at an address within a number of seconds; `_run/word.py`, a layer above, sets it.
-connect: Callable[[str, float], Store] | None = None
+_connect: Callable[[str, float], Store] | None = None
+
+
+def connect_by(connect: Callable[[str, float], Store]) -> None:
+    """Register what connects to the store at an address within a number of seconds."""
+    global _connect
+    _connect = connect
 
 
 def is_told() -> bool:
@@ -66,7 +70,7 @@ def is_told() -> bool:
     return os.environ.get(KEEP_GOING) == "1"
 
 
-class Word:
+class EndedRecord:
     """The record of this process's launcher; empty without a launcher, or if its store does not answer."""
 
     def __init__(self) -> None:
@@ -76,10 +80,10 @@ class Word:
     def ends(self, asked: Mapping[int, Process], deadline: float) -> Iterator[tuple[int, int]]:
         """Yield the ranks that have ended, and the time by the monotonic clock in nanoseconds."""
         seconds = min(_ANSWER_SECONDS, deadline - time.monotonic())
-        if connect is None or not self._address or seconds <= 0:
+        if _connect is None or not self._address or seconds <= 0:
             return
         try:
-            self._store = self._store or connect(self._address, seconds)
+            self._store = self._store or _connect(self._address, seconds)
             for rank, one in asked.items():
                 with suppress(TimeoutError):
                     yield rank, int(self._store.get(key(one), 0.0))

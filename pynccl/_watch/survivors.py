@@ -13,7 +13,7 @@ from pynccl._library.binding import ffi, lib
 from pynccl._types import UniqueId
 from pynccl._watch import agreement
 from pynccl._watch.agreement import HEARD, MADE, WELL, Message, State, View, ranks_in, set_of
-from pynccl._watch.ended import Word, is_told
+from pynccl._watch.ended import EndedRecord, is_told
 from pynccl._watch.watchdog import Handle, Watch
 
 # Seconds of an agreement if the communicator has no time-out.
@@ -85,7 +85,7 @@ class Survivors:
         self.decided = 0
         self.well = False
         self.began = time.monotonic()
-        self.word = Word()
+        self.ended_record = EndedRecord()
         # The ranks that this one does not exclude, and the tags of their beginnings.
         self.members = (1 << self.size) - 1 & ~(named | 1 << self.me)
         begins = (kind | _BEGUN if self.members >> rank & 1 else 0 for rank in range(self.size))
@@ -243,7 +243,7 @@ class Survivors:
         """Ask the launcher which of the lost ranks have ended."""
         processes = self.watch.processes
         asked = {r: processes[r] for r in ranks_in(self.lost & ~self.ended) if processes[r].start}
-        for rank, at in self.word.ends(asked, deadline):
+        for rank, at in self.ended_record.ends(asked, deadline):
             lib.pynccl_watch_told_end(self.watch.c, rank, at)
 
     def _failure(self, text: str, ranks: int) -> RankFailedError:
@@ -258,8 +258,8 @@ class Survivors:
 
     def _overruled(self) -> RankFailedError:
         return self._failure(
-            f"{self.doing} the communicator: others decided without this rank, {self.me} of {self.size}, "
-            "which had decided with them; exclude may differ between the survivors",
+            f"{self.doing} the communicator: the other ranks left this one out, {self.me} of {self.size}, "
+            "although it had agreed with them; exclude may differ between the survivors",
             1 << self.me,
         )
 

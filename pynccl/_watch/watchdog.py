@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pynccl import capi
+from pynccl._base.values import rank_list
 from pynccl._device import streams
 from pynccl._device.blocking import THREAD_LIMITS, deadline_of, look_outside
 from pynccl._errors import (
@@ -37,7 +38,6 @@ from pynccl._library.generated.api import (
 from pynccl._library.status import mismatch
 from pynccl._secure.handshake import load_noise
 from pynccl._types import DataType
-from pynccl._values import rank_list
 from pynccl._watch import channel
 from pynccl._watch.ended import Process
 

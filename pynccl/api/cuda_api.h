@@ -10,6 +10,35 @@ typedef struct CUstream_st* CUstream;
 typedef struct CUevent_st* CUevent;
 typedef struct { unsigned char bytes[16]; } CUuuid;
 
+// The values that pynccl uses.
+typedef enum {
+  CUDA_ERROR_INVALID_VALUE = 1,
+  CUDA_ERROR_DEINITIALIZED = 4,
+  CUDA_ERROR_INVALID_HANDLE = 400,
+  CUDA_ERROR_NOT_READY = 600,
+  CUDA_ERROR_STREAM_CAPTURE_IMPLICIT = 906,
+} cudaError_enum;
+typedef enum {
+  CU_STREAM_CAPTURE_MODE_RELAXED = 2,
+} CUstreamCaptureMode;
+typedef enum {
+  CU_STREAM_NON_BLOCKING = 1,
+} CUstream_flags;
+typedef enum {
+  CU_EVENT_DISABLE_TIMING = 2,
+} CUevent_flags;
+typedef enum {
+  CU_POINTER_ATTRIBUTE_MEMORY_TYPE = 2,
+  CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL = 9,
+} CUpointer_attribute;
+typedef enum {
+  CU_MEMORYTYPE_HOST = 1,
+} CUmemorytype;
+typedef enum {
+  CU_DEVICE_P2P_ATTRIBUTE_PERFORMANCE_RANK = 1,
+  CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED = 3,
+} CUdevice_P2PAttribute;
+
 CUresult cuInit(unsigned int flags); // since 11.0
 CUresult cuDriverGetVersion(int* version); // since 11.0
 CUresult cuGetErrorName(CUresult error, const char** name); // since 11.0

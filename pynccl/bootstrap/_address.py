@@ -8,7 +8,7 @@ import socket
 import threading
 from typing import Any
 
-from pynccl._values import check_text, shown
+from pynccl._base.values import check_text, shown
 
 # Family, and the address for socket.bind and socket.connect.
 Address = tuple[int, Any]

@@ -9,12 +9,12 @@ from collections.abc import Callable
 from typing import Any
 
 from pynccl import capi
+from pynccl._base.timeouts import check_timeout, resolve_timeout
+from pynccl._base.values import INT, check_int
 from pynccl._comm.communicator import Communicator
 from pynccl._secure.secret import read_secret
-from pynccl._timeouts import check_timeout, resolve_timeout
 from pynccl._trace.callers import called_from, caller
 from pynccl._types import UniqueId
-from pynccl._values import INT, check_int
 from pynccl._watch import channel
 from pynccl.bootstrap import _environment, _methods
 from pynccl.bootstrap._create import create
@@ -81,7 +81,7 @@ def init(
     if chosen.part and device is None:
         device = _chosen_before
 
-    channel.met_at = chosen.host
+    channel.remember_host(chosen.host)
     place = caller()
 
     def make(uids: list[UniqueId], on: int | None) -> Communicator:

@@ -16,16 +16,16 @@ from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple
 
+from pynccl._base.values import shown
 from pynccl._device.blocking import bounded
 from pynccl._errors import BootstrapError, NcclTimeoutError
-from pynccl._values import shown
 from pynccl._watch.ended import exit_key
 from pynccl.bootstrap import _environment, _mpi
 from pynccl.bootstrap._environment import Launcher
 from pynccl.bootstrap._exchange import Exchange, Round
-from pynccl.bootstrap._generation import meet
 from pynccl.bootstrap._keys import FolderKeys, Keys, ObjectKeys, StoreKeys
 from pynccl.bootstrap._preflight import absent
+from pynccl.bootstrap._rounds import meet
 from pynccl.bootstrap._server import StoreServer
 from pynccl.bootstrap._store import Store, format_address, parse_address
 from pynccl.bootstrap._tcp import Host, Place, ask, connect, left

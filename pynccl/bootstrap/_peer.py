@@ -10,7 +10,7 @@ import socket
 import struct
 from pathlib import Path
 
-from pynccl._host import EXHAUSTED
+from pynccl._base.host import EXHAUSTED
 from pynccl.bootstrap._address import is_loopback
 
 _SOCK_DIAG, _BY_FAMILY, _REQUEST = 4, 20, 1

@@ -14,12 +14,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from pynccl import _host, capi
+from pynccl import capi
+from pynccl._base import host
+from pynccl._base.values import rank_list
 from pynccl._errors import BootstrapError, NcclError, RankFailedError
 from pynccl._library import cuda, features, loader
 from pynccl._library.binding import lib
 from pynccl._types import UniqueId
-from pynccl._values import rank_list
 from pynccl._watch import check_mode
 from pynccl.bootstrap._variables import PRIVATE
 
@@ -202,7 +203,7 @@ def _machine(cpu: bool) -> str:
     if given := os.environ.get("NCCL_HOSTID"):
         return given
     # Virtual devices belong to a container; a GPU belongs to the machine, in every container that sees it.
-    return _host.same_host("net", "pid") if cpu else _host.same_host()
+    return host.container() if cpu else host.machine()
 
 
 def device_for(facts: Facts, local_rank: int) -> int | None:

@@ -17,10 +17,10 @@ from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn
 
+from pynccl._base.timeouts import check_timeout
+from pynccl._base.values import check_int, check_text, shown
 from pynccl._secure import handshake
 from pynccl._secure.secret import check_secret, encode, read_secret
-from pynccl._timeouts import check_timeout
-from pynccl._values import check_int, check_text, shown
 from pynccl.bootstrap import _frames as f
 from pynccl.bootstrap._address import format_address, is_loopback, resolve
 from pynccl.bootstrap._peer import UNKNOWN, why_not

@@ -18,11 +18,11 @@ from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from pynccl._base.timeouts import check_timeout
+from pynccl._base.values import check_int, check_list, check_text
 from pynccl._errors import BootstrapError
 from pynccl._secure import handshake
 from pynccl._secure.secret import check_secret, encode, read_secret
-from pynccl._timeouts import check_timeout
-from pynccl._values import check_int, check_list, check_text
 from pynccl.bootstrap import _frames as f
 from pynccl.bootstrap._address import format_address as format_address
 from pynccl.bootstrap._address import parse_address as parse_address

@@ -16,13 +16,13 @@ import numpy as np
 from pynccl import capi
 from pynccl._arrays import dtypes
 from pynccl._arrays.buffers import kind_of, shape_of
+from pynccl._base.values import shown
 from pynccl._comm.communicator import Communicator
 from pynccl._comm.groups import Group
 from pynccl._device.devices import on_device
 from pynccl._errors import NcclInvalidUsage
 from pynccl._library import loader
 from pynccl._memory.creation import zeros
-from pynccl._values import shown
 from pynccl.compat._wrapper import NCCLLibrary, Pointer, id_bytes, ncclComm_t, ncclUniqueId
 
 if TYPE_CHECKING:

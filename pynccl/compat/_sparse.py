@@ -17,8 +17,8 @@ import numpy as np
 
 import pynccl
 from pynccl import Communicator
+from pynccl._base.values import shown
 from pynccl._device.streams import handle_of
-from pynccl._values import shown
 
 _PARTS = {
     "csr": ("data", "indices", "indptr"),

@@ -10,6 +10,7 @@ from typing import Any
 
 from pynccl import capi
 from pynccl._arrays.buffers import code_of
+from pynccl._base.values import shown
 from pynccl._comm import lifetime
 from pynccl._device.streams import wait_ready
 from pynccl._errors import NcclError, NcclInvalidUsage, error_class
@@ -19,7 +20,6 @@ from pynccl._library.generated import api
 from pynccl._library.generated.structs import Config
 from pynccl._library.status import IN_PROGRESS
 from pynccl._types import RedOp, to_unique_id
-from pynccl._values import shown
 
 __all__ = [
     "NCCL_UNIQUE_ID_BYTES",

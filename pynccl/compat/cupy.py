@@ -23,6 +23,7 @@ from typing import Any
 
 from pynccl import _errors as _base
 from pynccl import capi
+from pynccl._base.values import shown
 from pynccl._comm import create as _create
 from pynccl._comm import derive as _derive
 from pynccl._comm import end as _end
@@ -31,6 +32,7 @@ from pynccl._comm.core import Core as _Core
 from pynccl._comm.groups import Group as _Group
 from pynccl._device.devices import device_to_use as _device_to_use
 from pynccl._library.binding import ffi as _ffi
+from pynccl._library.c_arguments import argument_error as _argument_error
 from pynccl._library.generated import kinds as _kinds
 from pynccl._library.generated.api import (
     ncclAvg,
@@ -52,10 +54,8 @@ from pynccl._library.generated.api import (
 from pynccl._library.generated.structs import Config as _Config
 from pynccl._library.loader import load as _load
 from pynccl._library.results import result_name as _result_name
-from pynccl._library.unfit import unfit as _unfit
 from pynccl._trace import recorder as _recorder
 from pynccl._types import DataType as _DataType
-from pynccl._values import shown
 from pynccl.compat._import import StandIn as _StandIn
 
 NCCL_INT8 = NCCL_CHAR = ncclInt8
@@ -402,7 +402,9 @@ class NcclCommunicator:
         except (TypeError, OverflowError) as error:
             numbers = {"count": count, "datatype": datatype, "op": op, _root_name(kind): root}
             types = "uintptr_t, uintptr_t, size_t, int, int, int, uintptr_t"
-            raise _unfit(error, types, sendbuf=send, recvbuf=recv, **numbers, stream=stream) from None
+            raise _argument_error(
+                error, types, sendbuf=send, recvbuf=recv, **numbers, stream=stream
+            ) from None
         if answer:
             self._after(answer, kind, stream)
 
@@ -518,7 +520,7 @@ def _require_ints(**values: int) -> None:
         try:
             _ffi.new("int*", value)
         except (TypeError, OverflowError) as error:
-            raise _unfit(error, "int", **{name: value}) from None
+            raise _argument_error(error, "int", **{name: value}) from None
 
 
 def _options(config: NcclConfig | None) -> _Config | None:

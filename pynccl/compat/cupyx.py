@@ -21,8 +21,8 @@ from typing import Any
 from pynccl import Communicator, current_device, library_info
 from pynccl import init as _init
 from pynccl._arrays.buffers import in_shape_of
+from pynccl._base.values import shown
 from pynccl._comm.reductions import OpName
-from pynccl._values import shown
 from pynccl.bootstrap._store import format_address
 from pynccl.compat import _sparse
 

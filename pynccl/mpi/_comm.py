@@ -10,11 +10,11 @@ from typing import Any
 from mpi4py import MPI
 
 from pynccl._arrays import dtypes
+from pynccl._base.values import shown
 from pynccl._comm.communicator import Communicator
 from pynccl._comm.groups import Group
 from pynccl._comm.reductions import OpName
 from pynccl._errors import NotSupportedError
-from pynccl._values import shown
 from pynccl.bootstrap._init import init
 from pynccl.mpi._messages import (
     Message,

@@ -18,8 +18,8 @@ from mpi4py import MPI
 
 from pynccl._arrays import dtypes
 from pynccl._arrays.buffers import Part, spans
+from pynccl._base.values import shown
 from pynccl._errors import NotSupportedError
-from pynccl._values import shown
 
 # Offset and length, in bytes.
 Block = tuple[int, int]

@@ -9,13 +9,13 @@ from typing import Any
 from mpi4py import MPI
 
 from pynccl._arrays.buffers import kind_of
+from pynccl._base.values import check_list, shown
 from pynccl._comm.communicator import Communicator
 from pynccl._comm.groups import Group
 from pynccl._comm.prepared import Plan, Prepared
 from pynccl._device.streams import Event, Stream
 from pynccl._errors import NcclInvalidUsage, NotSupportedError
 from pynccl._library import loader
-from pynccl._values import check_list, shown
 from pynccl.mpi._messages import is_device
 
 Run = Prepared | Plan

@@ -8,12 +8,12 @@ from typing import Any
 from mpi4py import MPI
 
 from pynccl._arrays.buffers import spans
+from pynccl._base.values import is_int, shown
 from pynccl._comm.groups import Group
 from pynccl._errors import NcclInvalidUsage, NotSupportedError
 from pynccl._library import loader
 from pynccl._memory import creation
 from pynccl._memory.window import Window
-from pynccl._values import is_int, shown
 from pynccl.mpi._comm import Comm
 from pynccl.mpi._messages import Block, Message, Region, one, part_of, place_of, target_of, whole
 

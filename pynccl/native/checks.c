@@ -302,8 +302,8 @@ static void pynccl_write_table(const pynccl_watch* w, const pynccl_frame** table
       if (end == r) memcpy(line, next, sizeof line);
       if (strcmp(line, next)) break;
     }
-    pynccl_say(text, size, end == r + 1 ? "\n  rank %d" : "\n  ranks %d", r);
-    if (end > r + 1) pynccl_say(text, size, "-%d", end - 1);
+    pynccl_say(text, size, end == r + 1 ? "\n  rank " : "\n  ranks ");
+    pynccl_say_ranks(text, size, r, end);
     pynccl_say(text, size, ": %s", line);
   }
 }
@@ -324,8 +324,8 @@ static void pynccl_say_who_lacks(const pynccl_watch* w, const pynccl_said* s, ch
       ++end;
       continue;
     }
-    pynccl_say(who, sizeof who, count ? ", %d" : "%d", r);
-    if (end > r + 1) pynccl_say(who, sizeof who, "-%d", end - 1);
+    if (count) pynccl_say(who, sizeof who, ", ");
+    pynccl_say_ranks(who, sizeof who, r, end);
     count += end - r;
   }
   pynccl_say(text, size, count ? ": rank%s %s" : ": the rank%s%s", count == 1 ? "" : "s", who);

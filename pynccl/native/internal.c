@@ -19,6 +19,10 @@ void pynccl_say(char* text, size_t size, const char* format, ...) {
   va_end(args);
 }
 
+void pynccl_say_ranks(char* text, size_t size, int first, int end) {
+  pynccl_say(text, size, end == first + 1 ? "%d" : "%d-%d", first, end - 1);
+}
+
 void* pynccl_grown(void* items, int* capacity, size_t size) {
   const int more = *capacity ? 2 * *capacity : 8;
   void* grown = realloc(items, (size_t)more * size);

@@ -1,4 +1,4 @@
-// The list in which this thread's calls are recorded. calls.c defines it; fastcall.c opens and closes lists.
+// The list in which this thread's calls are recorded. calls.c defines it; open.c opens and closes lists.
 #pragma once
 
 struct pynccl_list;

@@ -347,8 +347,8 @@ void pynccl_explain(const pynccl_watch* w, const char* what, int heard, pynccl_v
       if (pynccl_kind_of(w, end) != kind || w->peers[end].departure != w->peers[r].departure ||
           w->peers[end].hidden != w->peers[r].hidden)
         break;
-    pynccl_say(v->text, sizeof v->text, end == r + 1 ? "%s rank %d" : "%s ranks %d", r ? "," : "", r);
-    if (end > r + 1) pynccl_say(v->text, sizeof v->text, "-%d", end - 1);
+    pynccl_say(v->text, sizeof v->text, end == r + 1 ? "%s rank " : "%s ranks ", r ? "," : "");
+    pynccl_say_ranks(v->text, sizeof v->text, r, end);
     if (w->peers[r].hidden) pynccl_say(v->text, sizeof v->text, ", when last heard of");
     if (!calls) pynccl_say(v->text, sizeof v->text, ": nothing");
     if (calls)

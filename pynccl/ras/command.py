@@ -11,9 +11,9 @@ from types import MappingProxyType
 
 import click
 
-from pynccl._colours import coloured
+from pynccl._base.colours import coloured
+from pynccl._base.options import Integer, Seconds
 from pynccl._errors import NcclError
-from pynccl._options import Integer, Seconds
 from pynccl._trace.dumps import printable
 from pynccl.ras.client import ADDRESS, TIMEOUT, parse_address, status
 from pynccl.ras.report import Communicator, Lag, MissingRank, Rank, Status

@@ -13,8 +13,8 @@ from ray.experimental.channel.communicator import Communicator as GraphCommunica
 from ray.experimental.channel.cpu_communicator import CPUCommunicator
 from ray.experimental.util.types import ReduceOp
 
+from pynccl._base.values import shown
 from pynccl._comm.communicator import Communicator
-from pynccl._values import shown
 from pynccl.ray._group import op_name
 from pynccl.ray._meeting import connect
 

@@ -21,10 +21,10 @@ from ray.util.collective.types import (
 )
 
 from pynccl._arrays.buffers import kind_of, shape_of
+from pynccl._base.values import shown
 from pynccl._comm.communicator import Communicator
 from pynccl._comm.reductions import OpName
 from pynccl._errors import NcclError
-from pynccl._values import shown
 from pynccl.ray._meeting import connect
 
 BACKEND = "PYNCCL"

@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import ray
 
+from pynccl._base.timeouts import resolve_timeout, rounded
 from pynccl._comm.communicator import Communicator
 from pynccl._errors import BootstrapError
-from pynccl._timeouts import resolve_timeout, rounded
-from pynccl.bootstrap._generation import meet
 from pynccl.bootstrap._init import init
+from pynccl.bootstrap._rounds import meet
 from pynccl.ray._keys import Keys
 
 # Seconds without PYNCCL_TIMEOUT. Without a time-out no rank would learn which actor has died.

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pynccl._base.values import shown
 from pynccl._comm import lifetime
-from pynccl._values import shown
-from pynccl.bootstrap._generation import meet
+from pynccl.bootstrap._rounds import meet
 from pynccl.torch import _build, _provider, _reconfigure
 
 if not dist.is_available():

@@ -20,8 +20,8 @@ from types import ModuleType
 
 import torch
 
+from pynccl._base.values import shown
 from pynccl._errors import NcclError
-from pynccl._values import shown
 
 NAME = "_pynccl_torch"
 SOURCES = Path(__file__).parent / "csrc"

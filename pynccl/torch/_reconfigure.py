@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from pynccl._base.values import shown
 from pynccl._errors import NcclSystemError
-from pynccl._values import shown
 from pynccl._watch.channel import outward_address
 from pynccl.bootstrap._address import format_address, parse_address
-from pynccl.bootstrap._generation import meet
+from pynccl.bootstrap._rounds import meet
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from pynccl._arrays.buffers import Array
+from pynccl._base.values import check_int, shown
 from pynccl._comm.communicator import Communicator
 from pynccl._comm.core import refuse_recording
-from pynccl._values import check_int, shown
 from pynccl.transfer import _agreement, _buckets, _tensors
 from pynccl.transfer._agreement import Announcement
 

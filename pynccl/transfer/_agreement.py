@@ -84,7 +84,7 @@ def _meet(comm: Communicator, role: int, root: int, length: int, failed: Excepti
     forms = sorted({form for form, *_ in said})
     if forms != [_FORM]:
         raise CollectiveMismatchError(
-            f"the ranks announce tensors in the forms {forms}; expected one version"
+            f"the ranks use formats {forms} to announce tensors; expected one version of pynccl"
         )
     if any(does == _REFUSES for _, does, *_ in said):
         _answer(comm, failed)

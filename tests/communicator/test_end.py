@@ -606,7 +606,7 @@ comm = pynccl.init(timeout=20)
 x = np.ones(200_000)
 if comm.rank == 1:
     for fd in range(3, 100):
-        if os.path.realpath(f"/proc/self/fd/{fd}").startswith(os.environ["PYNCCL_EVIDENCE"]):
+        if os.path.realpath(f"/proc/self/fd/{fd}").startswith(os.environ["PYNCCL_STACKS_DIR"]):
             os.close(fd)
     work = comm.all_reduce(x, wait=False)
 else:

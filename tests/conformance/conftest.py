@@ -40,6 +40,10 @@ def summary() -> Iterator[list[tuple[int, str, int, float]]]:
 
 def as_markdown(rows: list[tuple[int, str, int, float]]) -> str:
     """Return the summary as a document."""
+    # Imported late: what lays it out is needed for no test.
+    from _tables import table
+
+    shown = [(transport, f"{ranks}", f"{cases}", f"{took:.0f}") for ranks, transport, cases, took in rows]
     total, seconds = sum(row[2] for row in rows), sum(row[3] for row in rows)
     backend = os.environ.get("PYNCCL_TEST_BACKEND", "cpu")
     lines = [
@@ -49,9 +53,7 @@ def as_markdown(rows: list[tuple[int, str, int, float]]) -> str:
         f"({platform.machine()}), Python {platform.python_version()}, NumPy {np.__version__}. "
         "Written by `PYNCCL_TEST_SUMMARY=FILE make test-full`.",
         "",
-        "| transport | ranks | cases | seconds |",
-        "|---|---|---|---|",
-        *(f"| {transport} | {ranks} | {cases} | {took:.0f} |" for ranks, transport, cases, took in rows),
+        table(("transport", "ranks", "cases", "seconds"), shown, "left"),
     ]
     return "\n".join(lines) + "\n"
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pynccl
-from launchers import LAUNCHERS
+from launchers import environment
 from processes import completed
 
 LINE = re.compile(
@@ -18,13 +17,6 @@ LINE = re.compile(
     r"(  [ \d.e+]{7}  [ \d.e+]{6}  [ \d.e+]{6}  (?P<wrong_in_place>[ \d]{6}|  N/A))"
     r"(?P<more>.*)"
 )
-
-
-def environment(**more: str) -> dict[str, str]:
-    outside = (*LAUNCHERS, "PYNCCL_", "NCCL_", "TORCHELASTIC_")
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(outside)}
-    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    return kept | root | {"PYNCCL_LIBRARY": "cpu", "OMP_NUM_THREADS": "1"} | more
 
 
 def run(*command: str, timeout: float = 100, **env: str) -> subprocess.CompletedProcess[str]:

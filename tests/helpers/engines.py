@@ -6,8 +6,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from conftest import clean_environment
-from launchers import LAUNCHERS, PYNCCL_RUN
+import launchers
+from launchers import PYNCCL_RUN
 from processes import completed, piped
 
 BIN = Path(sys.executable).parent
@@ -59,20 +59,9 @@ if how == "exit":
 
 
 def environment(**more: str) -> dict[str, str]:
-    """Return an environment without launchers, in which mpirun may be called by root and Ray is quiet."""
-    clean = {n: v for n, v in clean_environment().items() if not n.startswith((*LAUNCHERS, "TORCHELASTIC_"))}
-    return (
-        clean
-        | {
-            "PYNCCL_LIBRARY": "cpu",
-            "PYTHONPATH": str(ROOT),
-            "OMP_NUM_THREADS": "1",
-            "GLOO_SOCKET_IFNAME": "lo",
-        }
-        | {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-        | {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
-        | more
-    )
+    """Return an environment without launchers, in which Gloo finds an interface and Ray is quiet."""
+    ray = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
+    return launchers.environment(PYTHONPATH=str(ROOT), GLOO_SOCKET_IFNAME="lo") | ray | more
 
 
 def outputs(commands: Sequence[tuple[Command, dict[str, str]]]) -> list[str]:

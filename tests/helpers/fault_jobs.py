@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+from _tables import table as laid_out
 from fault_schedules import FITS, LATER, PAIRS, RECOVERY, Schedule, draw, expected
 from pynccl._trace.dumps import read_all
 from pynccl._trace.findings import explain
@@ -262,11 +264,11 @@ def table(verdicts: Iterable[Verdict]) -> str:
     """Return how often each outcome came, for each fault and stage."""
     counts = Counter((v.schedule.fault, v.schedule.stage, v.outcome) for v in verdicts if v.fired)
     place = {pair: number for number, pair in enumerate(PAIRS)}
-    lines = ["| fault | stage | the other ranks | schedules |", "|---|---|---|---|"]
+    rows = []
     for (fault, stage, outcome), count in sorted(counts.items(), key=lambda i: (place[i[0][:2]], i[0][2])):
         shown = " or ".join(f"`{kind}`" if kind[0].isupper() else kind for kind in outcome.split(" or "))
-        lines.append(f"| {fault} | {stage} | {shown} | {count} |")
-    return "\n".join(lines)
+        rows.append((fault, stage, shown, f"{count}"))
+    return laid_out(("fault", "stage", "the other ranks", "schedules"), rows, "left")
 
 
 def report(verdicts: list[Verdict], first: int) -> str:

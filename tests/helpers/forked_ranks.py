@@ -24,7 +24,7 @@ from pynccl import testing
 from pynccl._run.process import Child
 
 # Read once, by the interpreter, the dynamic linker, or a module when it is imported.
-READ_AT_START = ("PYTHON", "LD_", "OPENBLAS_", "MKL_", "PYNCCL_TRACE_STACKS", "PYNCCL_EVIDENCE")
+READ_AT_START = ("PYTHON", "LD_", "OPENBLAS_", "MKL_", "PYNCCL_TRACE_STACKS", "PYNCCL_STACKS_DIR")
 # Set again in each fork, and an option of the server's.
 SET = ("PYTHONPATH", "PYTHONUNBUFFERED")
 LIGHT = ("numpy", "ml_dtypes", "pytest", "hypothesis", "pynccl.testing", "pynccl.bootstrap._init")

@@ -8,24 +8,11 @@ binding shows. `null_log` returns the newest call, `null_result` sets the result
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
-
-from pynccl import cpu_library
-
-_SPEC = importlib.util.spec_from_file_location(
-    "build_ffi", Path(__file__).resolve().parents[2] / "pynccl" / "_build_ffi.py"
-)
-assert _SPEC is not None
-assert _SPEC.loader is not None
-build_ffi = importlib.util.module_from_spec(_SPEC)
-sys.modules["build_ffi"] = build_ffi
-_SPEC.loader.exec_module(build_ffi)
+from pynccl import _build_ffi, cpu_library
 
 VERSION = 23203
 OUT = 0x7F0000000000
-HEADERS = [build_ffi.parse("nccl_api"), build_ffi.parse("cpu_api")]
+HEADERS = [_build_ffi.parse("nccl_api"), _build_ffi.parse("cpu_api")]
 FUNCTIONS = [function for header in HEADERS for function in header.functions]
 
 _HEAD = """
@@ -79,7 +66,7 @@ def source(version: int = VERSION, skip: frozenset[str] = frozenset()) -> str:
     return "\n".join(parts)
 
 
-def _body(f: build_ffi.Function, index: int, version: int) -> str:
+def _body(f: _build_ffi.Function, index: int, version: int) -> str:
     if f.name == "ncclGetVersion":
         return f"  *version = {version};\n  return ncclSuccess;\n"
     if f.name == "ncclGetErrorString":

@@ -22,7 +22,7 @@ from launchers import PYNCCL_RUN
 from meeting import state, until, until_gone
 from processes import completed
 from pynccl._library import cuda
-from pynccl._run.launch import EVIDENCE_SECONDS, GRACE_SECONDS
+from pynccl._run.launch import GRACE_SECONDS, STACKS_SECONDS
 from terminals import RED, in_terminal
 
 Started = Callable[..., subprocess.Popen[str]]
@@ -736,9 +736,9 @@ def test_who_does_not_answer_is_ended_all_the_same(script: Script, started: Star
     assert process.returncode == 128 + signal.SIGTERM
     assert errors.count("did not answer within") == 2
     if times == 1:
-        assert took > EVIDENCE_SECONDS - 0.5
+        assert took > STACKS_SECONDS - 0.5
     else:
-        assert took < EVIDENCE_SECONDS
+        assert took < STACKS_SECONDS
 
 
 def test_log_folder(script: Script, tmp_path: Path) -> None:

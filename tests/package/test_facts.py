@@ -17,17 +17,21 @@ ONCE = {
     '"NCCL_DEBUG_SUBSYS"': "bootstrap/_variables.py",
     '"sys/bus/pci/devices"': "_tools/machine.py",
     "signal.SIGHUP, signal.SIGQUIT)": "_run/launch.py",
-    "another package named pynccl is installed": "_package.py",
+    "another package named pynccl is installed": "_base/installation.py",
     "since NCCL reports no status": "mpi/_requests.py",
     "FAST_RANKS = 64": "native/watch.h",
     "SLICE_MS = 100": "native/comm.h",
-    "NON_BLOCKING = 1": "_library/cuda.py",
+    "CU_STREAM_NON_BLOCKING = 1": "api/cuda_api.h",
 }
 
 
 @pytest.mark.parametrize("fact", ONCE)
 def test_a_fact_stands_once(fact: str) -> None:
-    kinds = (".cpp", ".hpp", ".inc", ".c", ".h") if ONCE[fact].startswith(("cpu/", "native/")) else (".py",)
+    kinds = (
+        (".cpp", ".hpp", ".inc", ".c", ".h")
+        if ONCE[fact].startswith(("api/", "cpu/", "native/"))
+        else (".py",)
+    )
     files = [path for path in sorted(PACKAGE.rglob("*")) if path.suffix in kinds]
     code = {path: re.sub(r"//.*", "", path.read_text(encoding="utf-8")) for path in files}
     found = {path.relative_to(PACKAGE).as_posix() for path, text in code.items() if fact in text}
@@ -65,3 +69,16 @@ def test_versions_of_nccl_stand_in_tables() -> None:
 
 
 GENERATED = ("since.hpp", "nccl.h")
+
+
+def test_the_oldest_nccl_is_the_same_everywhere() -> None:
+    patterns = {
+        "README.md": r"^\| NCCL \| ([\d.]+) to ",
+        "CHANGELOG.md": r"with any libnccl from ([\d.]+) on",
+        "docs/architecture.md": r"NVIDIA's libnccl, ([\d.]+) to ",
+        "docs/figures/rooms.svg": r"NVIDIA's NCCL, ([\d.]+) to ",
+    }
+    texts = {name: (ROOT / name).read_text(encoding="utf-8") for name in patterns}
+    found = {name: re.findall(pattern, texts[name], re.M) for name, pattern in patterns.items()}
+    assert len({tuple(versions) for versions in found.values()}) == 1, found
+    assert all(found.values())

@@ -1,4 +1,4 @@
-"""`pynccl run --keep-going`: who goes on when ranks fail, and what the launcher's word about an end proves.
+"""`pynccl run --keep-going`: who goes on when ranks fail, and what the launcher's record of an end proves.
 
 In a pid namespace of its own a rank sees no other rank's process, as in a container, and what the launcher
 says of theirs is all that it has.
@@ -20,7 +20,7 @@ import pytest
 from engines import ROOT, Command, environment, pynccl_run
 from meeting import until
 from processes import completed
-from pynccl._run import word
+from pynccl._run import ended_record
 from pynccl._watch import ended
 from pynccl.bootstrap import StoreServer
 
@@ -199,7 +199,7 @@ def test_what_a_failed_rank_has_left_is_ended_at_once(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (3, "[1] ended\n"), done.stderr
 
 
-# --- the launcher's word ---
+# --- the launcher's record ---
 
 # sys.argv: what happens, who has a pid namespace, who ends or is cut off, and a folder.
 SURVIVES = """
@@ -340,10 +340,10 @@ assert "pynccl.bootstrap" not in sys.modules
 space, start = bytes.fromhex(sys.argv[1]), int(sys.argv[3])
 known, other = (ended.Process(space, int(pid), start) for pid in (sys.argv[2], "1"))
 for _ in range(2):
-    word = ended.Word()
-    for rank, at in word.ends({3: known, 5: other}, time.monotonic() + 20):
+    record = ended.EndedRecord()
+    for rank, at in record.ends({3: known, 5: other}, time.monotonic() + 20):
         print(rank, at)
-    word.pause()
+    record.pause()
 """
 
 
@@ -352,7 +352,7 @@ def test_who_has_never_looked_for_other_ranks_asks_too(told: bool) -> None:
     asked = ended.process(os.getpid())
     before = time.monotonic_ns()
     with StoreServer(secret="") as server:
-        word.tell(server.address, server.secret, server.job, asked)
+        ended_record.tell(server.address, server.secret, server.job, asked)
         after = time.monotonic_ns()
         arguments = [asked.space.hex(), str(asked.pid), str(asked.start)]
         env = _environment() | {"PYNCCL_STORE": server.address, "PYNCCL_KEEP_GOING": str(int(told))}

@@ -497,9 +497,9 @@ def test_nothing_is_started_without_a_timeout_and_nothing_left() -> None:
         assert after[1] <= before[1]
 
 
-def by_environment(rank: int, nranks: int) -> str:
+def by_environment(rank: int, nranks: int, timeout: float | None = None) -> str:
     together(nranks)
-    comm = pynccl.init()
+    comm = pynccl.init(timeout=timeout)
     while rank and comm.async_error() is None:
         time.sleep(0.01)
     with pytest.raises(NcclTimeoutError) as caught:
@@ -511,6 +511,13 @@ def by_environment(rank: int, nranks: int) -> str:
 def test_timeout_by_the_environment() -> None:
     for text in run(2, by_environment, backend="cpu", timeout=30, env={"PYNCCL_TIMEOUT": "2"}):
         assert "within 2 s" in text
+
+
+@pytest.mark.parametrize(("given", "variable"), [(2, "60"), (3, "1")])
+def test_an_argument_counts_before_the_environment(given: float, variable: str) -> None:
+    env = {"PYNCCL_TIMEOUT": variable}
+    for text in run(2, by_environment, given, backend="cpu", timeout=30, env=env):
+        assert f"within {given} s" in text
 
 
 def waits_long(rank: int, nranks: int, timeout: float | None) -> None:

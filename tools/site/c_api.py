@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import re
+import sys
+from pathlib import Path
 
-from tabulate import tabulate
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+from _tables import table
 
 FUNCTION = re.compile(r"^([\w ]+?[ *]+)(\w+)\((.*)\); // since ([\d.]+)$", re.M)
 STRUCT = re.compile(r"^typedef struct \{\n((?:  .*// since .*\n)+)\} (\w+);$", re.M)
 FIELD = re.compile(r"^  (.*?);\s*// since ([\d.]+)(?: = (\S+))?$", re.M)
 ENUM = re.compile(r"^typedef enum \{([^}]*)\} (\w+);$", re.M)
-
-
-def table(head: list[str], rows: list[list[str]]) -> str:
-    return tabulate(rows, head, tablefmt="pipe", disable_numparse=True) + "\n"
 
 
 def reference(header: str) -> str:
@@ -39,18 +38,18 @@ def page(header: str) -> str:
         "`pynccl.capi` has every function under its C name. A function that the loaded library lacks "
         "raises `NotSupportedError`.\n",
         "## Functions\n",
-        table(["function", "since", "prototype"], functions),
+        table(["function", "since", "prototype"], functions, "left") + "\n",
     ]
     for body, name in STRUCT.findall(header):
         fields = [
             [f"`{field}`", since, default and f"`{default}`"] for field, since, default in FIELD.findall(body)
         ]
         assert len(fields) == body.count("// since"), name
-        parts += [f"## {name}\n", table(["field", "since", "initial value"], fields)]
+        parts += [f"## {name}\n", table(["field", "since", "initial value"], fields, "left") + "\n"]
     for body, name in ENUM.findall(header):
         values = [value.split("=") for value in body.split(",")]
         parts += [
             f"## {name}\n",
-            table(["name", "value"], [[f"`{n.strip()}`", v.strip()] for n, v in values]),
+            table(["name", "value"], [[f"`{n.strip()}`", v.strip()] for n, v in values], "left") + "\n",
         ]
     return "\n".join(parts)

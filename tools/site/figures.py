@@ -52,19 +52,30 @@ def _bandwidth(rows: list[Results], ranks: int) -> Figure:
 
 def call_overhead(results: Results) -> dict[str, Figure]:
     """Draw the median time of a call in each case, in the order of the table."""
+    host, driver = (
+        {case["name"]: case["ns"] for case in results[key]} for key in ("cases", "cases_with_driver")
+    )
     return {
-        "cases": _bars(results["cases"], "on the host"),
-        "with-driver": _bars(results["cases_with_driver"], "with a fake CUDA driver"),
+        "cases": _bars(host, "One call on the host", 1e-3),
+        "with-driver": _bars(driver, "One call with a fake CUDA driver", 1e-3),
     }
 
 
-def _bars(cases: list[Results], where: str) -> Figure:
-    figure = Figure(figsize=(9, 0.26 * len(cases) + 1), layout="constrained")
+def one_sided(results: Results) -> dict[str, Figure]:
+    """Draw the median time of a round trip, and of a copy, by each way."""
+    return {
+        "round-trips": _bars(results["round_trips"], "A round trip", 1e6, "linear"),
+        "copies": _bars(results["copies"], "A copy", 1e6, "linear"),
+    }
+
+
+def _bars(times: dict[str, list[float]], title: str, microseconds: float, scale: str = "log") -> Figure:
+    """Draw the medians of times, whose unit has so many microseconds."""
+    figure = Figure(figsize=(9, 0.26 * len(times) + 1), layout="constrained")
     plot = figure.subplots()
-    names = [case["name"] for case in cases]
-    plot.barh(names, [statistics.median(case["ns"]) / 1000 for case in cases])
+    plot.barh(list(times), [statistics.median(some) * microseconds for some in times.values()])
     plot.invert_yaxis()
-    plot.set(title=f"One call {where}", xlabel="microseconds", xscale="log")
+    plot.set(title=title, xlabel="microseconds", xscale=scale)
     return figure
 
 
@@ -144,6 +155,8 @@ BENCHMARKS: dict[str, Callable[[Results], dict[str, Figure]]] = {
     "matrix": matrix,
     "call_overhead": call_overhead,
     "store": store,
+    "one_sided": one_sided,
+    "window_memory": bandwidth,
     "scale": scale,
     "torch_all_reduce": bandwidth,
     "torch_in_flight": in_flight,

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from pynccl._base.values import check_text as _check_text
 from pynccl._library.binding import ffi as _ffi
+from pynccl._library.c_arguments import argument_error as _argument_error
 from pynccl._library.fields import pack as _pack
 from pynccl._library.generated.structs import CollConfig, Team
 from pynccl._library.loader import functions as _library
 from pynccl._library.status import check as _check
 from pynccl._library.status import text as _text
-from pynccl._library.unfit import unfit as _unfit
-from pynccl._values import check_text as _check_text
 
 _new = _ffi.new
 _buffer = _ffi.buffer
@@ -24,7 +24,7 @@ def ncclMemAlloc(size: int) -> int:
         if r := _library.ncclMemAlloc(out, size):
             _check(r, "ncclMemAlloc")
     except (TypeError, OverflowError) as error:
-        raise _unfit(error, "size_t", size=size) from None
+        raise _argument_error(error, "size_t", size=size) from None
     return int(out[0])
 
 
@@ -33,7 +33,7 @@ def ncclMemFree(ptr: int) -> int:
         if r := _library.ncclMemFree(ptr):
             _check(r, "ncclMemFree")
     except (TypeError, OverflowError) as error:
-        raise _unfit(error, "uintptr_t", ptr=ptr) from None
+        raise _argument_error(error, "uintptr_t", ptr=ptr) from None
     return r
 
 
@@ -56,7 +56,7 @@ def ncclCommFinalize(comm: int) -> int:
         if r := _library.ncclCommFinalize(comm):
             _check(r, "ncclCommFinalize", comm)
     except (TypeError, OverflowError) as error:
-        raise _unfit(error, "uintptr_t", comm=comm) from None
+        raise _argument_error(error, "uintptr_t", comm=comm) from None
     return r
 
 
@@ -65,7 +65,7 @@ def ncclCommRevoke(comm: int, revokeFlags: int) -> int:
         if r := _library.ncclCommRevoke(comm, revokeFlags):
             _check(r, "ncclCommRevoke", comm)
     except (TypeError, OverflowError) as error:
-        raise _unfit(error, "uintptr_t, int", comm=comm, revokeFlags=revokeFlags) from None
+        raise _argument_error(error, "uintptr_t, int", comm=comm, revokeFlags=revokeFlags) from None
     return r
 
 
@@ -75,7 +75,7 @@ def ncclCommGetUniqueId(comm: int) -> bytes:
         if r := _library.ncclCommGetUniqueId(comm, out):
             _check(r, "ncclCommGetUniqueId", comm)
     except (TypeError, OverflowError) as error:
-        raise _unfit(error, "uintptr_t", comm=comm) from None
+        raise _argument_error(error, "uintptr_t", comm=comm) from None
     return bytes(_buffer(out))
 
 
@@ -90,7 +90,7 @@ def ncclCommGetAsyncError(comm: int) -> int:
         if r := _library.ncclCommGetAsyncError(comm, out):
             _check(r, "ncclCommGetAsyncError", comm)
     except (TypeError, OverflowError) as error:
-        raise _unfit(error, "uintptr_t", comm=comm) from None
+        raise _argument_error(error, "uintptr_t", comm=comm) from None
     return int(out[0])
 
 
@@ -100,7 +100,7 @@ def ncclCommCount(comm: int) -> int:
         if r := _library.ncclCommCount(comm, out):
             _check(r, "ncclCommCount", comm)
     except (TypeError, OverflowError) as error:
-        raise _unfit(error, "uintptr_t", comm=comm) from None
+        raise _argument_error(error, "uintptr_t", comm=comm) from None
     return int(out[0])
 
 
@@ -110,7 +110,7 @@ def ncclCommCuDevice(comm: int) -> int:
         if r := _library.ncclCommCuDevice(comm, out):
             _check(r, "ncclCommCuDevice", comm)
     except (TypeError, OverflowError) as error:
-        raise _unfit(error, "uintptr_t", comm=comm) from None
+        raise _argument_error(error, "uintptr_t", comm=comm) from None
     return int(out[0])
 
 
@@ -120,7 +120,7 @@ def ncclCommUserRank(comm: int) -> int:
         if r := _library.ncclCommUserRank(comm, out):
             _check(r, "ncclCommUserRank", comm)
     except (TypeError, OverflowError) as error:
-        raise _unfit(error, "uintptr_t", comm=comm) from None
+        raise _argument_error(error, "uintptr_t", comm=comm) from None
     return int(out[0])
 
 
@@ -130,7 +130,9 @@ def ncclCommRegister(comm: int, buff: int, size: int) -> int:
         if r := _library.ncclCommRegister(comm, buff, size, out):
             _check(r, "ncclCommRegister", comm)
     except (TypeError, OverflowError) as error:
-        raise _unfit(error, "uintptr_t, uintptr_t, size_t", comm=comm, buff=buff, size=size) from None
+        raise _argument_error(
+            error, "uintptr_t, uintptr_t, size_t", comm=comm, buff=buff, size=size
+        ) from None
     return int(out[0])
 
 
@@ -139,7 +141,7 @@ def ncclCommDeregister(comm: int, handle: int) -> int:
         if r := _library.ncclCommDeregister(comm, handle):
             _check(r, "ncclCommDeregister", comm)
     except (TypeError, OverflowError) as error:
-        raise _unfit(error, "uintptr_t, uintptr_t", comm=comm, handle=handle) from None
+        raise _argument_error(error, "uintptr_t, uintptr_t", comm=comm, handle=handle) from None
     return r
 
 
@@ -148,7 +150,7 @@ def ncclCommSuspend(comm: int, flags: int) -> int:
         if r := _library.ncclCommSuspend(comm, flags):
             _check(r, "ncclCommSuspend", comm)
     except (TypeError, OverflowError) as error:
-        raise _unfit(error, "uintptr_t, int", comm=comm, flags=flags) from None
+        raise _argument_error(error, "uintptr_t, int", comm=comm, flags=flags) from None
     return r
 
 
@@ -157,7 +159,7 @@ def ncclCommResume(comm: int) -> int:
         if r := _library.ncclCommResume(comm):
             _check(r, "ncclCommResume", comm)
     except (TypeError, OverflowError) as error:
-        raise _unfit(error, "uintptr_t", comm=comm) from None
+        raise _argument_error(error, "uintptr_t", comm=comm) from None
     return r
 
 
@@ -167,7 +169,7 @@ def ncclCommMemStats(comm: int, stat: int) -> int:
         if r := _library.ncclCommMemStats(comm, stat, out):
             _check(r, "ncclCommMemStats", comm)
     except (TypeError, OverflowError) as error:
-        raise _unfit(error, "uintptr_t, int", comm=comm, stat=stat) from None
+        raise _argument_error(error, "uintptr_t, int", comm=comm, stat=stat) from None
     return int(out[0])
 
 
@@ -176,7 +178,7 @@ def ncclCommWindowDeregister(comm: int, win: int) -> int:
         if r := _library.ncclCommWindowDeregister(comm, win):
             _check(r, "ncclCommWindowDeregister", comm)
     except (TypeError, OverflowError) as error:
-        raise _unfit(error, "uintptr_t, uintptr_t", comm=comm, win=win) from None
+        raise _argument_error(error, "uintptr_t, uintptr_t", comm=comm, win=win) from None
     return r
 
 
@@ -186,7 +188,7 @@ def ncclWinGetUserPtr(comm: int, win: int) -> int:
         if r := _library.ncclWinGetUserPtr(comm, win, out):
             _check(r, "ncclWinGetUserPtr", comm)
     except (TypeError, OverflowError) as error:
-        raise _unfit(error, "uintptr_t, uintptr_t", comm=comm, win=win) from None
+        raise _argument_error(error, "uintptr_t, uintptr_t", comm=comm, win=win) from None
     return int(out[0])
 
 
@@ -196,7 +198,7 @@ def ncclRedOpCreatePreMulSum(scalar: int, datatype: int, residence: int, comm: i
         if r := _library.ncclRedOpCreatePreMulSum(out, scalar, datatype, residence, comm):
             _check(r, "ncclRedOpCreatePreMulSum", comm)
     except (TypeError, OverflowError) as error:
-        raise _unfit(
+        raise _argument_error(
             error,
             "uintptr_t, int, int, uintptr_t",
             scalar=scalar,
@@ -212,7 +214,7 @@ def ncclRedOpDestroy(op: int, comm: int) -> int:
         if r := _library.ncclRedOpDestroy(op, comm):
             _check(r, "ncclRedOpDestroy", comm)
     except (TypeError, OverflowError) as error:
-        raise _unfit(error, "int, uintptr_t", op=op, comm=comm) from None
+        raise _argument_error(error, "int, uintptr_t", op=op, comm=comm) from None
     return r
 
 
@@ -223,7 +225,7 @@ def ncclReduce(
         if r := _library.ncclReduce(sendbuff, recvbuff, count, datatype, op, root, comm, stream):
             _check(r, "ncclReduce", comm)
     except (TypeError, OverflowError) as error:
-        raise _unfit(
+        raise _argument_error(
             error,
             "uintptr_t, uintptr_t, size_t, int, int, int, uintptr_t, uintptr_t",
             sendbuff=sendbuff,
@@ -243,7 +245,7 @@ def ncclBcast(buff: int, count: int, datatype: int, root: int, comm: int, stream
         if r := _library.ncclBcast(buff, count, datatype, root, comm, stream):
             _check(r, "ncclBcast", comm)
     except (TypeError, OverflowError) as error:
-        raise _unfit(
+        raise _argument_error(
             error,
             "uintptr_t, size_t, int, int, uintptr_t, uintptr_t",
             buff=buff,
@@ -263,7 +265,7 @@ def ncclBroadcast(
         if r := _library.ncclBroadcast(sendbuff, recvbuff, count, datatype, root, comm, stream):
             _check(r, "ncclBroadcast", comm)
     except (TypeError, OverflowError) as error:
-        raise _unfit(
+        raise _argument_error(
             error,
             "uintptr_t, uintptr_t, size_t, int, int, uintptr_t, uintptr_t",
             sendbuff=sendbuff,
@@ -284,7 +286,7 @@ def ncclAllReduce(
         if r := _library.ncclAllReduce(sendbuff, recvbuff, count, datatype, op, comm, stream):
             _check(r, "ncclAllReduce", comm)
     except (TypeError, OverflowError) as error:
-        raise _unfit(
+        raise _argument_error(
             error,
             "uintptr_t, uintptr_t, size_t, int, int, uintptr_t, uintptr_t",
             sendbuff=sendbuff,
@@ -305,7 +307,7 @@ def ncclReduceScatter(
         if r := _library.ncclReduceScatter(sendbuff, recvbuff, recvcount, datatype, op, comm, stream):
             _check(r, "ncclReduceScatter", comm)
     except (TypeError, OverflowError) as error:
-        raise _unfit(
+        raise _argument_error(
             error,
             "uintptr_t, uintptr_t, size_t, int, int, uintptr_t, uintptr_t",
             sendbuff=sendbuff,
@@ -324,7 +326,7 @@ def ncclAllGather(sendbuff: int, recvbuff: int, sendcount: int, datatype: int, c
         if r := _library.ncclAllGather(sendbuff, recvbuff, sendcount, datatype, comm, stream):
             _check(r, "ncclAllGather", comm)
     except (TypeError, OverflowError) as error:
-        raise _unfit(
+        raise _argument_error(
             error,
             "uintptr_t, uintptr_t, size_t, int, uintptr_t, uintptr_t",
             sendbuff=sendbuff,
@@ -342,7 +344,7 @@ def ncclAlltoAll(sendbuff: int, recvbuff: int, count: int, datatype: int, comm: 
         if r := _library.ncclAlltoAll(sendbuff, recvbuff, count, datatype, comm, stream):
             _check(r, "ncclAlltoAll", comm)
     except (TypeError, OverflowError) as error:
-        raise _unfit(
+        raise _argument_error(
             error,
             "uintptr_t, uintptr_t, size_t, int, uintptr_t, uintptr_t",
             sendbuff=sendbuff,
@@ -362,7 +364,7 @@ def ncclGather(
         if r := _library.ncclGather(sendbuff, recvbuff, count, datatype, root, comm, stream):
             _check(r, "ncclGather", comm)
     except (TypeError, OverflowError) as error:
-        raise _unfit(
+        raise _argument_error(
             error,
             "uintptr_t, uintptr_t, size_t, int, int, uintptr_t, uintptr_t",
             sendbuff=sendbuff,
@@ -383,7 +385,7 @@ def ncclScatter(
         if r := _library.ncclScatter(sendbuff, recvbuff, count, datatype, root, comm, stream):
             _check(r, "ncclScatter", comm)
     except (TypeError, OverflowError) as error:
-        raise _unfit(
+        raise _argument_error(
             error,
             "uintptr_t, uintptr_t, size_t, int, int, uintptr_t, uintptr_t",
             sendbuff=sendbuff,
@@ -412,7 +414,7 @@ def ncclAllReduceConfig(
         if r := _library.ncclAllReduceConfig(sendbuff, recvbuff, count, datatype, op, comm, stream, cell):
             _check(r, "ncclAllReduceConfig", comm)
     except (TypeError, OverflowError) as error:
-        raise _unfit(
+        raise _argument_error(
             error,
             "uintptr_t, uintptr_t, size_t, int, int, uintptr_t, uintptr_t",
             sendbuff=sendbuff,
@@ -441,7 +443,7 @@ def ncclBroadcastConfig(
         if r := _library.ncclBroadcastConfig(sendbuff, recvbuff, count, datatype, root, comm, stream, cell):
             _check(r, "ncclBroadcastConfig", comm)
     except (TypeError, OverflowError) as error:
-        raise _unfit(
+        raise _argument_error(
             error,
             "uintptr_t, uintptr_t, size_t, int, int, uintptr_t, uintptr_t",
             sendbuff=sendbuff,
@@ -471,7 +473,7 @@ def ncclReduceConfig(
         if r := _library.ncclReduceConfig(sendbuff, recvbuff, count, datatype, op, root, comm, stream, cell):
             _check(r, "ncclReduceConfig", comm)
     except (TypeError, OverflowError) as error:
-        raise _unfit(
+        raise _argument_error(
             error,
             "uintptr_t, uintptr_t, size_t, int, int, int, uintptr_t, uintptr_t",
             sendbuff=sendbuff,
@@ -500,7 +502,7 @@ def ncclAllGatherConfig(
         if r := _library.ncclAllGatherConfig(sendbuff, recvbuff, sendcount, datatype, comm, stream, cell):
             _check(r, "ncclAllGatherConfig", comm)
     except (TypeError, OverflowError) as error:
-        raise _unfit(
+        raise _argument_error(
             error,
             "uintptr_t, uintptr_t, size_t, int, uintptr_t, uintptr_t",
             sendbuff=sendbuff,
@@ -530,7 +532,7 @@ def ncclReduceScatterConfig(
         ):
             _check(r, "ncclReduceScatterConfig", comm)
     except (TypeError, OverflowError) as error:
-        raise _unfit(
+        raise _argument_error(
             error,
             "uintptr_t, uintptr_t, size_t, int, int, uintptr_t, uintptr_t",
             sendbuff=sendbuff,
@@ -558,7 +560,7 @@ def ncclAlltoAllConfig(
         if r := _library.ncclAlltoAllConfig(sendbuff, recvbuff, count, datatype, comm, stream, cell):
             _check(r, "ncclAlltoAllConfig", comm)
     except (TypeError, OverflowError) as error:
-        raise _unfit(
+        raise _argument_error(
             error,
             "uintptr_t, uintptr_t, size_t, int, uintptr_t, uintptr_t",
             sendbuff=sendbuff,
@@ -586,7 +588,7 @@ def ncclGatherConfig(
         if r := _library.ncclGatherConfig(sendbuff, recvbuff, count, datatype, root, comm, stream, cell):
             _check(r, "ncclGatherConfig", comm)
     except (TypeError, OverflowError) as error:
-        raise _unfit(
+        raise _argument_error(
             error,
             "uintptr_t, uintptr_t, size_t, int, int, uintptr_t, uintptr_t",
             sendbuff=sendbuff,
@@ -615,7 +617,7 @@ def ncclScatterConfig(
         if r := _library.ncclScatterConfig(sendbuff, recvbuff, count, datatype, root, comm, stream, cell):
             _check(r, "ncclScatterConfig", comm)
     except (TypeError, OverflowError) as error:
-        raise _unfit(
+        raise _argument_error(
             error,
             "uintptr_t, uintptr_t, size_t, int, int, uintptr_t, uintptr_t",
             sendbuff=sendbuff,
@@ -634,7 +636,7 @@ def ncclSend(sendbuff: int, count: int, datatype: int, peer: int, comm: int, str
         if r := _library.ncclSend(sendbuff, count, datatype, peer, comm, stream):
             _check(r, "ncclSend", comm)
     except (TypeError, OverflowError) as error:
-        raise _unfit(
+        raise _argument_error(
             error,
             "uintptr_t, size_t, int, int, uintptr_t, uintptr_t",
             sendbuff=sendbuff,
@@ -652,7 +654,7 @@ def ncclRecv(recvbuff: int, count: int, datatype: int, peer: int, comm: int, str
         if r := _library.ncclRecv(recvbuff, count, datatype, peer, comm, stream):
             _check(r, "ncclRecv", comm)
     except (TypeError, OverflowError) as error:
-        raise _unfit(
+        raise _argument_error(
             error,
             "uintptr_t, size_t, int, int, uintptr_t, uintptr_t",
             recvbuff=recvbuff,
@@ -684,7 +686,7 @@ def ncclPutSignal(
         ):
             _check(r, "ncclPutSignal", comm)
     except (TypeError, OverflowError) as error:
-        raise _unfit(
+        raise _argument_error(
             error,
             "uintptr_t, size_t, int, int, uintptr_t, size_t, int, int, unsigned int, uintptr_t, uintptr_t",
             localbuff=localbuff,
@@ -707,7 +709,7 @@ def ncclSignal(peer: int, sigIdx: int, ctx: int, flags: int, comm: int, stream: 
         if r := _library.ncclSignal(peer, sigIdx, ctx, flags, comm, stream):
             _check(r, "ncclSignal", comm)
     except (TypeError, OverflowError) as error:
-        raise _unfit(
+        raise _argument_error(
             error,
             "int, int, int, unsigned int, uintptr_t, uintptr_t",
             peer=peer,
@@ -745,7 +747,7 @@ def ncclParamGetI8(h: int) -> int:
         if r := _library.ncclParamGetI8(h, out):
             _check(r, "ncclParamGetI8")
     except (TypeError, OverflowError) as error:
-        raise _unfit(error, "uintptr_t", h=h) from None
+        raise _argument_error(error, "uintptr_t", h=h) from None
     return int(out[0])
 
 
@@ -755,7 +757,7 @@ def ncclParamGetI16(h: int) -> int:
         if r := _library.ncclParamGetI16(h, out):
             _check(r, "ncclParamGetI16")
     except (TypeError, OverflowError) as error:
-        raise _unfit(error, "uintptr_t", h=h) from None
+        raise _argument_error(error, "uintptr_t", h=h) from None
     return int(out[0])
 
 
@@ -765,7 +767,7 @@ def ncclParamGetI32(h: int) -> int:
         if r := _library.ncclParamGetI32(h, out):
             _check(r, "ncclParamGetI32")
     except (TypeError, OverflowError) as error:
-        raise _unfit(error, "uintptr_t", h=h) from None
+        raise _argument_error(error, "uintptr_t", h=h) from None
     return int(out[0])
 
 
@@ -775,7 +777,7 @@ def ncclParamGetI64(h: int) -> int:
         if r := _library.ncclParamGetI64(h, out):
             _check(r, "ncclParamGetI64")
     except (TypeError, OverflowError) as error:
-        raise _unfit(error, "uintptr_t", h=h) from None
+        raise _argument_error(error, "uintptr_t", h=h) from None
     return int(out[0])
 
 
@@ -785,7 +787,7 @@ def ncclParamGetU8(h: int) -> int:
         if r := _library.ncclParamGetU8(h, out):
             _check(r, "ncclParamGetU8")
     except (TypeError, OverflowError) as error:
-        raise _unfit(error, "uintptr_t", h=h) from None
+        raise _argument_error(error, "uintptr_t", h=h) from None
     return int(out[0])
 
 
@@ -795,7 +797,7 @@ def ncclParamGetU16(h: int) -> int:
         if r := _library.ncclParamGetU16(h, out):
             _check(r, "ncclParamGetU16")
     except (TypeError, OverflowError) as error:
-        raise _unfit(error, "uintptr_t", h=h) from None
+        raise _argument_error(error, "uintptr_t", h=h) from None
     return int(out[0])
 
 
@@ -805,7 +807,7 @@ def ncclParamGetU32(h: int) -> int:
         if r := _library.ncclParamGetU32(h, out):
             _check(r, "ncclParamGetU32")
     except (TypeError, OverflowError) as error:
-        raise _unfit(error, "uintptr_t", h=h) from None
+        raise _argument_error(error, "uintptr_t", h=h) from None
     return int(out[0])
 
 
@@ -815,7 +817,7 @@ def ncclParamGetU64(h: int) -> int:
         if r := _library.ncclParamGetU64(h, out):
             _check(r, "ncclParamGetU64")
     except (TypeError, OverflowError) as error:
-        raise _unfit(error, "uintptr_t", h=h) from None
+        raise _argument_error(error, "uintptr_t", h=h) from None
     return int(out[0])
 
 
@@ -825,7 +827,7 @@ def ncclParamGetStr(h: int) -> str:
         if r := _library.ncclParamGetStr(h, out):
             _check(r, "ncclParamGetStr")
     except (TypeError, OverflowError) as error:
-        raise _unfit(error, "uintptr_t", h=h) from None
+        raise _argument_error(error, "uintptr_t", h=h) from None
     return _text(out[0])
 
 
@@ -840,7 +842,9 @@ def ncclGetLsaDevicePointer(window: int, offset: int, lsaRank: int) -> int:
         if r := _library.ncclGetLsaDevicePointer(window, offset, lsaRank, out):
             _check(r, "ncclGetLsaDevicePointer")
     except (TypeError, OverflowError) as error:
-        raise _unfit(error, "uintptr_t, size_t, int", window=window, offset=offset, lsaRank=lsaRank) from None
+        raise _argument_error(
+            error, "uintptr_t, size_t, int", window=window, offset=offset, lsaRank=lsaRank
+        ) from None
     return int(out[0])
 
 
@@ -850,7 +854,9 @@ def ncclGetPeerDevicePointer(window: int, offset: int, peer: int) -> int:
         if r := _library.ncclGetPeerDevicePointer(window, offset, peer, out):
             _check(r, "ncclGetPeerDevicePointer")
     except (TypeError, OverflowError) as error:
-        raise _unfit(error, "uintptr_t, size_t, int", window=window, offset=offset, peer=peer) from None
+        raise _argument_error(
+            error, "uintptr_t, size_t, int", window=window, offset=offset, peer=peer
+        ) from None
     return int(out[0])
 
 
@@ -860,7 +866,7 @@ def ncclTeamWorld(comm: int) -> Team:
         if r := _library.ncclTeamWorld(comm, out):
             _check(r, "ncclTeamWorld", comm)
     except (TypeError, OverflowError) as error:
-        raise _unfit(error, "uintptr_t", comm=comm) from None
+        raise _argument_error(error, "uintptr_t", comm=comm) from None
     return Team(out.nRanks, out.rank, out.stride)
 
 
@@ -870,7 +876,7 @@ def ncclTeamLsa(comm: int) -> Team:
         if r := _library.ncclTeamLsa(comm, out):
             _check(r, "ncclTeamLsa", comm)
     except (TypeError, OverflowError) as error:
-        raise _unfit(error, "uintptr_t", comm=comm) from None
+        raise _argument_error(error, "uintptr_t", comm=comm) from None
     return Team(out.nRanks, out.rank, out.stride)
 
 
@@ -880,7 +886,7 @@ def ncclTeamRail(comm: int) -> Team:
         if r := _library.ncclTeamRail(comm, out):
             _check(r, "ncclTeamRail", comm)
     except (TypeError, OverflowError) as error:
-        raise _unfit(error, "uintptr_t", comm=comm) from None
+        raise _argument_error(error, "uintptr_t", comm=comm) from None
     return Team(out.nRanks, out.rank, out.stride)
 
 
@@ -890,7 +896,7 @@ def ncclTeamRankToWorld(comm: int, team: Team, rank: int) -> int:
         if r := _library.ncclTeamRankToWorld(comm, _new("ncclTeam_t*", team)[0], rank, out):
             _check(r, "ncclTeamRankToWorld", comm)
     except (TypeError, OverflowError) as error:
-        raise _unfit(error, "uintptr_t, int", comm=comm, rank=rank) from None
+        raise _argument_error(error, "uintptr_t, int", comm=comm, rank=rank) from None
     return int(out[0])
 
 
@@ -900,7 +906,7 @@ def ncclTeamRankToLsa(comm: int, team: Team, rank: int) -> int:
         if r := _library.ncclTeamRankToLsa(comm, _new("ncclTeam_t*", team)[0], rank, out):
             _check(r, "ncclTeamRankToLsa", comm)
     except (TypeError, OverflowError) as error:
-        raise _unfit(error, "uintptr_t, int", comm=comm, rank=rank) from None
+        raise _argument_error(error, "uintptr_t, int", comm=comm, rank=rank) from None
     return int(out[0])
 
 
@@ -910,7 +916,7 @@ def ncclLLA2ACalcSlots(maxElts: int, maxEltSize: int) -> int:
         if r := _library.ncclLLA2ACalcSlots(maxElts, maxEltSize, out):
             _check(r, "ncclLLA2ACalcSlots")
     except (TypeError, OverflowError) as error:
-        raise _unfit(error, "int, int", maxElts=maxElts, maxEltSize=maxEltSize) from None
+        raise _argument_error(error, "int, int", maxElts=maxElts, maxEltSize=maxEltSize) from None
     return int(out[0])
 
 
@@ -920,7 +926,7 @@ def ncclGetLsaMultimemDevicePointer(window: int, offset: int) -> int:
         if r := _library.ncclGetLsaMultimemDevicePointer(window, offset, out):
             _check(r, "ncclGetLsaMultimemDevicePointer")
     except (TypeError, OverflowError) as error:
-        raise _unfit(error, "uintptr_t, size_t", window=window, offset=offset) from None
+        raise _argument_error(error, "uintptr_t, size_t", window=window, offset=offset) from None
     return int(out[0])
 
 
@@ -930,7 +936,7 @@ def ncclTeamCft(comm: int, mode: int) -> Team:
         if r := _library.ncclTeamCft(comm, mode, out):
             _check(r, "ncclTeamCft", comm)
     except (TypeError, OverflowError) as error:
-        raise _unfit(error, "uintptr_t, int", comm=comm, mode=mode) from None
+        raise _argument_error(error, "uintptr_t, int", comm=comm, mode=mode) from None
     return Team(out.nRanks, out.rank, out.stride)
 
 
@@ -940,5 +946,5 @@ def ncclTeamCftMultimem(comm: int) -> Team:
         if r := _library.ncclTeamCftMultimem(comm, out):
             _check(r, "ncclTeamCftMultimem", comm)
     except (TypeError, OverflowError) as error:
-        raise _unfit(error, "uintptr_t", comm=comm) from None
+        raise _argument_error(error, "uintptr_t", comm=comm) from None
     return Team(out.nRanks, out.rank, out.stride)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pynccl._library.binding import ffi as _ffi
+from pynccl._library.c_arguments import argument_error as _argument_error
 from pynccl._library.loader import functions as _library
 from pynccl._library.status import check as _check
-from pynccl._library.unfit import unfit as _unfit
 
 _new = _ffi.new
 
@@ -22,7 +22,7 @@ def pyncclCpuSetDevice(device: int) -> int:
         if r := _library.pyncclCpuSetDevice(device):
             _check(r, "pyncclCpuSetDevice")
     except (TypeError, OverflowError) as error:
-        raise _unfit(error, "int", device=device) from None
+        raise _argument_error(error, "int", device=device) from None
     return r
 
 
@@ -38,7 +38,7 @@ def pyncclCpuInterrupt(thread: int, on: int) -> int:
         if r := _library.pyncclCpuInterrupt(thread, on):
             _check(r, "pyncclCpuInterrupt")
     except (TypeError, OverflowError) as error:
-        raise _unfit(error, "int, int", thread=thread, on=on) from None
+        raise _argument_error(error, "int, int", thread=thread, on=on) from None
     return r
 
 
@@ -47,7 +47,7 @@ def pyncclCpuCallsFor(thread: int, limited: int) -> int:
         if r := _library.pyncclCpuCallsFor(thread, limited):
             _check(r, "pyncclCpuCallsFor")
     except (TypeError, OverflowError) as error:
-        raise _unfit(error, "int, int", thread=thread, limited=limited) from None
+        raise _argument_error(error, "int, int", thread=thread, limited=limited) from None
     return r
 
 
@@ -56,7 +56,7 @@ def pyncclCpuCreationTimeout(timeoutMs: int) -> int:
         if r := _library.pyncclCpuCreationTimeout(timeoutMs):
             _check(r, "pyncclCpuCreationTimeout")
     except (TypeError, OverflowError) as error:
-        raise _unfit(error, "int64_t", timeoutMs=timeoutMs) from None
+        raise _argument_error(error, "int64_t", timeoutMs=timeoutMs) from None
     return r
 
 
@@ -73,7 +73,7 @@ def pyncclCpuStreamCreateWithFlags(flags: int) -> int:
         if r := _library.pyncclCpuStreamCreateWithFlags(out, flags):
             _check(r, "pyncclCpuStreamCreateWithFlags")
     except (TypeError, OverflowError) as error:
-        raise _unfit(error, "unsigned int", flags=flags) from None
+        raise _argument_error(error, "unsigned int", flags=flags) from None
     return int(out[0])
 
 
@@ -82,7 +82,7 @@ def pyncclCpuStreamDestroy(stream: int) -> int:
         if r := _library.pyncclCpuStreamDestroy(stream):
             _check(r, "pyncclCpuStreamDestroy")
     except (TypeError, OverflowError) as error:
-        raise _unfit(error, "uintptr_t", stream=stream) from None
+        raise _argument_error(error, "uintptr_t", stream=stream) from None
     return r
 
 
@@ -91,7 +91,7 @@ def pyncclCpuStreamQuery(comm: int, stream: int) -> int:
         if r := _library.pyncclCpuStreamQuery(comm, stream):
             _check(r, "pyncclCpuStreamQuery", comm)
     except (TypeError, OverflowError) as error:
-        raise _unfit(error, "uintptr_t, uintptr_t", comm=comm, stream=stream) from None
+        raise _argument_error(error, "uintptr_t, uintptr_t", comm=comm, stream=stream) from None
     return r
 
 
@@ -100,7 +100,7 @@ def pyncclCpuStreamSynchronize(comm: int, stream: int, timeoutMs: int) -> int:
         if r := _library.pyncclCpuStreamSynchronize(comm, stream, timeoutMs):
             _check(r, "pyncclCpuStreamSynchronize", comm)
     except (TypeError, OverflowError) as error:
-        raise _unfit(
+        raise _argument_error(
             error, "uintptr_t, uintptr_t, int64_t", comm=comm, stream=stream, timeoutMs=timeoutMs
         ) from None
     return r
@@ -111,7 +111,7 @@ def pyncclCpuStreamAwait(comm: int, stream: int, sliceMs: int) -> int:
         if r := _library.pyncclCpuStreamAwait(comm, stream, sliceMs):
             _check(r, "pyncclCpuStreamAwait", comm)
     except (TypeError, OverflowError) as error:
-        raise _unfit(
+        raise _argument_error(
             error, "uintptr_t, uintptr_t, int64_t", comm=comm, stream=stream, sliceMs=sliceMs
         ) from None
     return r
@@ -122,7 +122,7 @@ def pyncclCpuStreamWaitEvent(comm: int, stream: int, event: int) -> int:
         if r := _library.pyncclCpuStreamWaitEvent(comm, stream, event):
             _check(r, "pyncclCpuStreamWaitEvent", comm)
     except (TypeError, OverflowError) as error:
-        raise _unfit(
+        raise _argument_error(
             error, "uintptr_t, uintptr_t, uintptr_t", comm=comm, stream=stream, event=event
         ) from None
     return r
@@ -140,7 +140,7 @@ def pyncclCpuEventDestroy(event: int) -> int:
         if r := _library.pyncclCpuEventDestroy(event):
             _check(r, "pyncclCpuEventDestroy")
     except (TypeError, OverflowError) as error:
-        raise _unfit(error, "uintptr_t", event=event) from None
+        raise _argument_error(error, "uintptr_t", event=event) from None
     return r
 
 
@@ -149,7 +149,7 @@ def pyncclCpuEventRecord(comm: int, event: int, stream: int) -> int:
         if r := _library.pyncclCpuEventRecord(comm, event, stream):
             _check(r, "pyncclCpuEventRecord", comm)
     except (TypeError, OverflowError) as error:
-        raise _unfit(
+        raise _argument_error(
             error, "uintptr_t, uintptr_t, uintptr_t", comm=comm, event=event, stream=stream
         ) from None
     return r
@@ -160,7 +160,7 @@ def pyncclCpuEventQuery(event: int) -> int:
         if r := _library.pyncclCpuEventQuery(event):
             _check(r, "pyncclCpuEventQuery")
     except (TypeError, OverflowError) as error:
-        raise _unfit(error, "uintptr_t", event=event) from None
+        raise _argument_error(error, "uintptr_t", event=event) from None
     return r
 
 
@@ -169,7 +169,7 @@ def pyncclCpuEventNotify(event: int, descriptor: int) -> int:
         if r := _library.pyncclCpuEventNotify(event, descriptor):
             _check(r, "pyncclCpuEventNotify")
     except (TypeError, OverflowError) as error:
-        raise _unfit(error, "uintptr_t, int", event=event, descriptor=descriptor) from None
+        raise _argument_error(error, "uintptr_t, int", event=event, descriptor=descriptor) from None
     return r
 
 
@@ -178,7 +178,7 @@ def pyncclCpuEventSynchronize(event: int, timeoutMs: int) -> int:
         if r := _library.pyncclCpuEventSynchronize(event, timeoutMs):
             _check(r, "pyncclCpuEventSynchronize")
     except (TypeError, OverflowError) as error:
-        raise _unfit(error, "uintptr_t, int64_t", event=event, timeoutMs=timeoutMs) from None
+        raise _argument_error(error, "uintptr_t, int64_t", event=event, timeoutMs=timeoutMs) from None
     return r
 
 
@@ -188,7 +188,7 @@ def pyncclCpuGetErrorKind(comm: int) -> int:
         if r := _library.pyncclCpuGetErrorKind(comm, out):
             _check(r, "pyncclCpuGetErrorKind", comm)
     except (TypeError, OverflowError) as error:
-        raise _unfit(error, "uintptr_t", comm=comm) from None
+        raise _argument_error(error, "uintptr_t", comm=comm) from None
     return int(out[0])
 
 
@@ -198,7 +198,7 @@ def pyncclCpuIsGone(comm: int, rank: int) -> int:
         if r := _library.pyncclCpuIsGone(comm, rank, out):
             _check(r, "pyncclCpuIsGone", comm)
     except (TypeError, OverflowError) as error:
-        raise _unfit(error, "uintptr_t, int", comm=comm, rank=rank) from None
+        raise _argument_error(error, "uintptr_t, int", comm=comm, rank=rank) from None
     return int(out[0])
 
 
@@ -208,7 +208,7 @@ def pyncclCpuIsAwaited(comm: int, rank: int) -> int:
         if r := _library.pyncclCpuIsAwaited(comm, rank, out):
             _check(r, "pyncclCpuIsAwaited", comm)
     except (TypeError, OverflowError) as error:
-        raise _unfit(error, "uintptr_t, int", comm=comm, rank=rank) from None
+        raise _argument_error(error, "uintptr_t, int", comm=comm, rank=rank) from None
     return int(out[0])
 
 
@@ -218,7 +218,7 @@ def pyncclCpuSignalCount(comm: int, peer: int, sigIdx: int, ctx: int) -> int:
         if r := _library.pyncclCpuSignalCount(comm, peer, sigIdx, ctx, out):
             _check(r, "pyncclCpuSignalCount", comm)
     except (TypeError, OverflowError) as error:
-        raise _unfit(
+        raise _argument_error(
             error, "uintptr_t, int, int, int", comm=comm, peer=peer, sigIdx=sigIdx, ctx=ctx
         ) from None
     return int(out[0])
@@ -229,7 +229,7 @@ def pyncclCpuExchange(sendbuff: int, recvbuff: int, count: int, purpose: int, co
         if r := _library.pyncclCpuExchange(sendbuff, recvbuff, count, purpose, comm, stream):
             _check(r, "pyncclCpuExchange", comm)
     except (TypeError, OverflowError) as error:
-        raise _unfit(
+        raise _argument_error(
             error,
             "uintptr_t, uintptr_t, size_t, int, uintptr_t, uintptr_t",
             sendbuff=sendbuff,
@@ -247,7 +247,7 @@ def pyncclCpuQuiet(comm: int) -> int:
         if r := _library.pyncclCpuQuiet(comm):
             _check(r, "pyncclCpuQuiet", comm)
     except (TypeError, OverflowError) as error:
-        raise _unfit(error, "uintptr_t", comm=comm) from None
+        raise _argument_error(error, "uintptr_t", comm=comm) from None
     return r
 
 
@@ -257,7 +257,7 @@ def pyncclCpuWindowHold(window: int) -> int:
         if r := _library.pyncclCpuWindowHold(window, out):
             _check(r, "pyncclCpuWindowHold")
     except (TypeError, OverflowError) as error:
-        raise _unfit(error, "uintptr_t", window=window) from None
+        raise _argument_error(error, "uintptr_t", window=window) from None
     return int(out[0])
 
 
@@ -266,5 +266,5 @@ def pyncclCpuWindowRelease(hold: int) -> int:
         if r := _library.pyncclCpuWindowRelease(hold):
             _check(r, "pyncclCpuWindowRelease")
     except (TypeError, OverflowError) as error:
-        raise _unfit(error, "uintptr_t", hold=hold) from None
+        raise _argument_error(error, "uintptr_t", hold=hold) from None
     return r

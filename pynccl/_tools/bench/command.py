@@ -18,9 +18,9 @@ from typing import Any
 
 import click
 
+from pynccl._base.options import Integer, Number
 from pynccl._errors import NcclRemoteError, NcclTimeoutError, NotSupportedError
 from pynccl._library import loader
-from pynccl._options import Integer, Number
 from pynccl._run.command import ranks
 from pynccl._run.launch import Job, choose_backend, launch
 from pynccl._tools.bench import pairs, plot, progress

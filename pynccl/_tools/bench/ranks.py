@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 
 import pynccl
-from pynccl import _host
+from pynccl._base.host import loopback, machine
+from pynccl._base.values import check_int
 from pynccl._library import cuda, loader
 from pynccl._memory.allocation import Allocation
 from pynccl._tools.bench.settings import Settings
-from pynccl._values import check_int
 
 Array = np.ndarray[Any, Any]
 
@@ -93,7 +93,7 @@ class World:
         alone = each == 1
         self.control = pynccl.init(config=config if alone else None, device=self.device(0) if alone else None)
         self.process, self.processes = self.control.rank, self.control.size
-        self.local = self._texts(_host.same_host())[: self.process].count(_host.same_host())
+        self.local = self._texts(machine())[: self.process].count(machine())
         self._meeting = threading.Barrier(settings.nthreads, self._act)
         self._told: list[Any] = [None] * settings.nthreads
         self._action: Callable[[], Any] = self._meet
@@ -193,7 +193,7 @@ class World:
 
     def meeting_host(self) -> str:
         """Return the host at which rank 0 may listen for the other processes; the same everywhere."""
-        one_host = len(set(self._texts(_host.same_host("net")))) == 1
+        one_host = len(set(self._texts(loopback()))) == 1
         mine = "127.0.0.1" if one_host else os.environ.get("MASTER_ADDR") or socket.gethostname()
         return self._texts(mine)[0]
 

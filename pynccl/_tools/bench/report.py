@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from pynccl import capi
+from pynccl._base.version import __version__
 from pynccl._library.generated.api import NCCL_VERSION_CODE
 from pynccl._tools.bench import compare, pairs, percentiles, plot
 from pynccl._tools.bench.against import Earlier
@@ -25,7 +26,6 @@ from pynccl._tools.bench.files import open_new, replacements, write_document, wr
 from pynccl._tools.bench.measure import Case, Half
 from pynccl._tools.bench.progress import Progress
 from pynccl._tools.bench.settings import Settings
-from pynccl._version import __version__
 
 _FILE_VERSION = 3
 _TIME = "%Y-%m-%d %H:%M:%S"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Seconds after which a wait ends the run without -T: a rank that hangs must not hold it for ever.
+# Seconds after which a wait ends the run without -T: a rank that hangs must not hold it without an end.
 LONGEST_WAIT = 3600
 
 

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import click
 
-from pynccl._colours import coloured
+from pynccl._base.colours import coloured
+from pynccl._base.options import Seconds
+from pynccl._base.values import rank_list
 from pynccl._errors import NcclError
-from pynccl._options import Seconds
 from pynccl._tools.doctor import devices, environment, job, libraries, limits, network, transports
 from pynccl._tools.doctor.finding import LEVELS, Finding, error, worst
 from pynccl._tools.machine import Machine
-from pynccl._values import rank_list
 from pynccl.bootstrap import _environment
 
 Check = Callable[[Machine], Iterator[Finding]]

@@ -13,15 +13,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from pynccl import _host
+from pynccl._base.host import loopback
+from pynccl._base.values import rank_list
+from pynccl._base.version import __version__
 from pynccl._errors import NcclError, RankFailedError
 from pynccl._library import cuda, loader
 from pynccl._tools.doctor import network, probe, transports
 from pynccl._tools.doctor.finding import Finding, error, ok, warning
 from pynccl._tools.doctor.libraries import loaded
 from pynccl._tools.machine import Machine
-from pynccl._values import rank_list
-from pynccl._version import __version__
 from pynccl.bootstrap import _environment, _methods
 from pynccl.bootstrap._exchange import Exchange
 from pynccl.bootstrap._variables import PRIVATE
@@ -71,7 +71,7 @@ def _report(machine: Machine, findings: Sequence[Finding], listener: tuple[str, 
     ]
     return Report(
         socket.gethostname(),
-        _host.same_host("net"),
+        loopback(),
         _versions(),
         {name: machine.environ[name] for name in names},
         sorted(os.sched_getaffinity(0)),
@@ -134,7 +134,7 @@ def _absent(missing: list[int], size: int) -> Finding:
 def _silent(ranks: list[int], size: int) -> Finding:
     return error(
         "ranks",
-        f"{rank_list(ranks)} of {size} came, and did not answer then",
+        f"{rank_list(ranks)} of {size} came, then did not answer",
         "A collective waits for every rank.",
         "Look at that process, ps -o pid,stat,wchan: it is stopped, or waits for a disk or a network.",
     )

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from pynccl import _package
+from pynccl._base import installation
 from pynccl._errors import NcclError
 from pynccl._library import cuda, discovery, loader
 from pynccl._library.loader import LibraryInfo
@@ -121,13 +121,13 @@ def check_cuda_of_library(machine: Machine) -> Iterator[Finding]:
 
 def check_package(machine: Machine) -> Iterator[Finding]:
     """Look for the other package named pynccl."""
-    other = _package.other_version()
+    other = installation.other_version()
     if other is None:
         yield ok("package", "no other package named pynccl is installed")
     else:
         yield error(
             "package",
-            _package.other_found(other),
+            installation.other_found(other),
             "Both install into the same folder, and each overwrites files of the other.",
             "pip uninstall pynccl pynccl-cffi, then install pynccl-cffi again.",
         )

@@ -248,7 +248,7 @@ ncclResult_t run_grow(Child child, const GrowBlob& mine, const Meeting& meeting)
 
 // Whether a communicator can be derived from this parent.
 ncclResult_t check_parent(const Comm& parent, const char* function) {
-  Phase phase = parent.standing.phase.load();
+  Phase phase = parent.comm_state.phase.load();
   if (phase == Phase::Finalized || phase == Phase::Finalizing)
     return fail(ncclInvalidUsage, "%s: comm has been finalized", function);
   if (phase == Phase::Suspended) return fail(ncclInvalidUsage, "%s: comm is suspended", function);
@@ -307,7 +307,7 @@ ncclResult_t submit_shrink(const std::shared_ptr<Comm>& parent, const std::set<i
   show_handle(newcomm, nullptr);
   if (flags & ~NCCL_SHRINK_ABORT)
     return fail(ncclInvalidArgument, "ncclCommShrink: shrinkFlags is 0x%x", unsigned(flags));
-  if (abort && !parent->standing.revoked.exchange(true))
+  if (abort && !parent->comm_state.revoked.exchange(true))
     parent->stop_calls("stopped by ncclCommShrink with NCCL_SHRINK_ABORT");
   parent->drain(kForever);
   Child child;
@@ -342,10 +342,10 @@ ncclResult_t submit_grow(const std::shared_ptr<Comm>& parent, int nranks, const 
 ncclResult_t begin_finalize(Comm& comm) {
   std::lock_guard<std::mutex> lock(issue_lock());
   if (ncclResult_t r = check_ready(comm, "ncclCommFinalize"); r != ncclSuccess) return r;
-  if (comm.standing.revoked.load())
+  if (comm.comm_state.revoked.load())
     return spoil_state(comm, fail(ncclInvalidArgument, "ncclCommFinalize: comm has been revoked"));
   Phase ready = Phase::Ready;
-  if (!comm.standing.phase.compare_exchange_strong(ready, Phase::Finalizing))
+  if (!comm.comm_state.phase.compare_exchange_strong(ready, Phase::Finalizing))
     return spoil_state(comm, fail(ncclInvalidArgument,
                                   "ncclCommFinalize: comm has been finalized already, or is suspended"));
   return ncclSuccess;
@@ -357,14 +357,14 @@ ncclResult_t submit_finalize(const std::shared_ptr<Comm>& comm) {
 }
 
 // A failed communicator can be destroyed; a communicator with a call in progress cannot.
-ncclResult_t check_may_end(Comm& comm, Standing::End how, const char* function) {
-  bool polled = comm.error() != ncclSuccess || !comm.standing.must_poll();
-  bool in_progress = comm.standing.pending() == ncclInProgress || !polled;
-  return how == Standing::End::Destroy && !comm.blocking && in_progress ? check_ready(comm, function)
-                                                                        : ncclSuccess;
+ncclResult_t check_may_end(Comm& comm, CommState::End how, const char* function) {
+  bool polled = comm.error() != ncclSuccess || !comm.comm_state.must_poll();
+  bool in_progress = comm.comm_state.pending() == ncclInProgress || !polled;
+  return how == CommState::End::Destroy && !comm.blocking && in_progress ? check_ready(comm, function)
+                                                                         : ncclSuccess;
 }
 
-ncclResult_t submit_end(ncclComm_t handle, Standing::End how, const char* function) {
+ncclResult_t submit_end(ncclComm_t handle, CommState::End how, const char* function) {
   std::shared_ptr<Comm> comm = find_handle<Comm>(handle, function);
   if (!comm) return ncclInvalidArgument;
   std::shared_ptr<Ending> ending;
@@ -384,10 +384,10 @@ ncclResult_t begin_revoke(Comm& comm, int flags) {
   if (flags != NCCL_REVOKE_DEFAULT)
     return fail(ncclInvalidArgument, "%s: revokeFlags is %d, expected NCCL_REVOKE_DEFAULT", function, flags);
   std::lock_guard<std::mutex> lock(issue_lock());
-  Phase phase = comm.standing.phase.load();
+  Phase phase = comm.comm_state.phase.load();
   if (phase == Phase::Finalizing || phase == Phase::Finalized)
     return fail(ncclInvalidArgument, "%s: comm has been finalized", function);
-  if (comm.standing.revoked.exchange(true))
+  if (comm.comm_state.revoked.exchange(true))
     return fail(ncclInvalidArgument, "%s: comm has been revoked already", function);
   return ncclSuccess;
 }
@@ -596,12 +596,12 @@ ncclResult_t ncclCommFinalize(ncclComm_t comm) {
 ncclResult_t ncclCommDestroy(ncclComm_t comm) {
   if (!comm) return ncclSuccess;
   return in_group("ncclCommDestroy",
-                  [&] { return submit_end(comm, Standing::End::Destroy, "ncclCommDestroy"); });
+                  [&] { return submit_end(comm, CommState::End::Destroy, "ncclCommDestroy"); });
 }
 
 ncclResult_t ncclCommAbort(ncclComm_t comm) {
   if (!comm) return ncclSuccess;
-  return in_group("ncclCommAbort", [&] { return submit_end(comm, Standing::End::Abort, "ncclCommAbort"); });
+  return in_group("ncclCommAbort", [&] { return submit_end(comm, CommState::End::Abort, "ncclCommAbort"); });
 }
 
 ncclResult_t ncclCommRevoke(ncclComm_t comm, int revokeFlags) {
@@ -617,9 +617,9 @@ ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t* asyncError) {
     // A revoked communicator has no error: it can be split, shrunk and destroyed.
     // A creation that fails has an error a moment before it ends, and before its communicator can be
     // destroyed.
-    bool creating = c->standing.is_being_created();
-    bool broken = c->error() != ncclSuccess && !c->standing.revoked.load() && !creating;
-    *asyncError = broken ? c->error() : c->standing.poll();
+    bool creating = c->comm_state.is_being_created();
+    bool broken = c->error() != ncclSuccess && !c->comm_state.revoked.load() && !creating;
+    *asyncError = broken ? c->error() : c->comm_state.poll();
     return ncclSuccess;
   });
 }

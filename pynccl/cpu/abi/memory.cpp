@@ -23,8 +23,8 @@ ncclResult_t suspend(Comm& comm, const Meeting (&meetings)[3]) {
       return fail(ncclInvalidUsage, "ncclCommSuspend: rank %d has messages that were not received", q);
   if (comm.segment() && comm.session.local_index() == 0) comm.segment()->release_rings();
   if (ncclResult_t r = meetings[2].meet("", &all); r != ncclSuccess) return r;
-  comm.standing.phase.store(Phase::Suspended);
-  comm.standing.set_pending(ncclSuccess);
+  comm.comm_state.phase.store(Phase::Suspended);
+  comm.comm_state.set_pending(ncclSuccess);
   return ncclSuccess;
 }
 
@@ -33,7 +33,7 @@ ncclResult_t resume(Comm& comm, const Meeting& meeting) {
   std::vector<std::string> all;
   if (ncclResult_t r = meeting.meet("", &all); r != ncclSuccess) return r;
   Phase suspended = Phase::Suspended;
-  comm.standing.phase.compare_exchange_strong(suspended, Phase::Ready);
+  comm.comm_state.phase.compare_exchange_strong(suspended, Phase::Ready);
   return ncclSuccess;
 }
 
@@ -160,7 +160,7 @@ ncclResult_t ncclCommSuspend(ncclComm_t comm, int flags) {
     std::shared_ptr<Comm> c;
     if (ncclResult_t r = comm_of(comm, function, &c); r != ncclSuccess) return r;
     if (!(flags & NCCL_SUSPEND_MEM)) return ncclSuccess;  // no resource to suspend
-    if (c->standing.phase.load() != Phase::Ready)
+    if (c->comm_state.phase.load() != Phase::Ready)
       return fail(ncclInvalidUsage, "%s: comm is suspended or finalized already", function);
     auto meeting = [&] { return Meeting(c, Meeting::everyone(*c), function); };
     struct Three {
@@ -175,7 +175,7 @@ ncclResult_t ncclCommResume(ncclComm_t comm) {
   return in_group(function, [&] {
     std::shared_ptr<Comm> c;
     if (ncclResult_t r = comm_of(comm, function, &c); r != ncclSuccess) return r;
-    if (c->standing.phase.load() != Phase::Suspended)
+    if (c->comm_state.phase.load() != Phase::Suspended)
       return fail(ncclInvalidUsage, "%s: comm is not suspended", function);
     Meeting meeting(c, Meeting::everyone(*c), function);
     return submit(Job{function, [c, meeting] { return resume(*c, meeting); }, c, {}, c->blocking});
@@ -196,7 +196,7 @@ ncclResult_t ncclCommMemStats(ncclComm_t comm, ncclCommMemStat_t stat, uint64_t*
       case ncclStatGpuMemSuspend:
         return *value = rings, ncclSuccess;
       case ncclStatGpuMemSuspended:
-        return *value = c->standing.phase.load() == Phase::Suspended, ncclSuccess;
+        return *value = c->comm_state.phase.load() == Phase::Suspended, ncclSuccess;
       case ncclStatGpuMemPersist:
         return *value = rest, ncclSuccess;
       case ncclStatGpuMemTotal:

@@ -121,7 +121,7 @@ ncclResult_t enter(const char* function, Func func, const void* send, void* recv
     call.op.root = root;
     if (ncclResult_t r = any_comm_of(handle, function, &call.comm); r != ncclSuccess) return r;
     if (ncclResult_t r = check_ready(*call.comm, function, func == Func::Recv); r != ncclSuccess) return r;
-    if (call.comm->standing.revoked.load())
+    if (call.comm->comm_state.revoked.load())
       return fail(ncclInvalidUsage, "%s: comm has been revoked", function);
     if (ncclResult_t r = check_all(call, red, stream, function); r != ncclSuccess)
       return spoil_state(*call.comm, r);

@@ -119,14 +119,14 @@ class Background {
   explicit Background(std::vector<std::shared_ptr<Comm>> comms) {
     comms_.reserve(comms.size());
     for (auto& comm : comms) {
-      uint64_t ticket = comm->standing.begin_background();
+      uint64_t ticket = comm->comm_state.begin_background();
       comms_.emplace_back(std::move(comm), ticket);
     }
   }
   ~Background() {
     for (auto& [comm, ticket] : comms_) {
       if (code_.failed() && comm->error() == ncclSuccess) comm->fail_with(code_, text_, false);
-      comm->standing.end_background(ticket, code_.result);
+      comm->comm_state.end_background(ticket, code_.result);
     }
   }
   Background(const Background&) = delete;

@@ -131,7 +131,7 @@ ncclResult_t issue(Submissions calls) {
     for (Prepared& p : prepared) p.queue();
     for (const Submission& call : calls) {
       wait = wait || call.comm->blocking_calls;
-      if (is_launched_later(call)) call.comm->standing.answer_later(), later = true;
+      if (is_launched_later(call)) call.comm->comm_state.answer_later(), later = true;
     }
   }
   if (ncclResult_t r = wait ? wait_all(calls) : ncclSuccess; r != ncclSuccess) return r;

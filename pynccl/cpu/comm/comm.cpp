@@ -80,7 +80,7 @@ ncclResult_t Comm::explain(ncclResult_t seen, const Members& members) {
     // The derived communicator may notice the end of a connection first.
     if (seen == ncclRemoteError)
       session.changed.wait_for(lock, std::chrono::milliseconds(kNewsMs),
-                               [&] { return knows() || standing.ending() != Standing::End::None; });
+                               [&] { return knows() || comm_state.ending() != CommState::End::None; });
     if (!knows()) return seen;
   }
   return say(heard_.code(), heard_.text());
@@ -99,7 +99,7 @@ void Comm::stop_children() {
 }
 
 ncclResult_t Comm::check_sound(const char* function, bool only_takes) {
-  if (only_takes ? !fate_.failed() : error() == ncclSuccess) return ncclSuccess;
+  if (only_takes ? !kept_error_.failed() : error() == ncclSuccess) return ncclSuccess;
   refused_.store(true);
   derivation_.renew(ncclSuccess, {});
   return fail(error_code(), "%s: %s%s", function, kFailedEarlier, error_text().c_str());
@@ -119,15 +119,15 @@ void Comm::take_back(const void* handle) {
 }
 
 ncclResult_t Comm::check_accepts(const char* function, bool only_takes) {
-  if (standing.ending() != Standing::End::None)
+  if (comm_state.ending() != CommState::End::None)
     return fail(ncclInvalidUsage, "%s: comm %p was destroyed or aborted before the call was issued", function,
                 static_cast<void*>(handle));
-  if (standing.revoked.load()) {
+  if (comm_state.revoked.load()) {
     derivation_.renew(ncclSuccess, {});
     return fail(ncclInvalidUsage, "%s: comm has been revoked", function);
   }
   if (ncclResult_t r = check_sound(function, only_takes); r != ncclSuccess) return r;
-  Phase phase = standing.phase.load(std::memory_order_relaxed);
+  Phase phase = comm_state.phase.load(std::memory_order_relaxed);
   if (phase == Phase::Suspended) return fail(ncclInvalidUsage, "%s: comm is suspended", function);
   if (phase != Phase::Ready) return fail(ncclInvalidUsage, "%s: comm has been finalized", function);
   return ncclSuccess;
@@ -162,7 +162,7 @@ void Comm::note_started(const Batch& batch) {
 
 Step Comm::progress(Batch& batch) {
   if (!turns.is_turn_of(batch.ticket)) return Step::Blocked;
-  Step s = fate_.failed() ? Step::Failed : advance(batch);
+  Step s = kept_error_.failed() ? Step::Failed : advance(batch);
   if (s == Step::Failed) close_buffers();
   return s;
 }
@@ -245,7 +245,7 @@ ncclResult_t Comm::say(ErrorCode code, std::string_view text) const noexcept {
 }
 
 bool Comm::decide(ErrorCode code, std::string_view text) noexcept {
-  if (!fate_.decide(code, text)) return false;
+  if (!kept_error_.decide(code, text)) return false;
   say(code, text);
   wake();
   return true;
@@ -278,7 +278,7 @@ Step Comm::fail_with(ErrorCode code, std::string_view text, bool tells) noexcept
 }
 
 void Comm::give_up(ErrorCode code, std::string_view text) noexcept {
-  if (!fate_.decide(code, text)) return;
+  if (!kept_error_.decide(code, text)) return;
   wake();
   tell(code, text);
 }
@@ -303,7 +303,7 @@ void Comm::heard_disagreement(int from, uint64_t tag, const Blob& body) {
 }
 
 ncclResult_t Comm::say_broken(uint64_t tag) {
-  const Fate& why = disagreement(tag);
+  const KeptError& why = disagreement(tag);
   return why.failed() ? say(why.code(), why.text()) : say(error_code(), error_text());
 }
 
@@ -311,8 +311,8 @@ ncclResult_t Comm::say_broken(uint64_t tag) {
 ErrorCode Comm::report(std::string* text) {
   if (error() != ncclSuccess) reported_.store(true);
   const std::string place = "rank " + std::to_string(rank) + " of " + std::to_string(nranks) + ": ";
-  for (const Fate* fate : {&disagreements_[1], &disagreements_[0]})
-    if (fate->failed()) return *text = place + fate->text(), fate->code();
+  for (const KeptError* kept_error : {&disagreements_[1], &disagreements_[0]})
+    if (kept_error->failed()) return *text = place + kept_error->text(), kept_error->code();
   // Its text has the rank in the derived communicator.
   if (derivation_.failed() && error() != ncclSuccess) return *text = derivation_.text(), derivation_.code();
   *text = place + (refused_.load() ? kFailedEarlier : "") + error_text();
@@ -419,7 +419,7 @@ void Comm::closed(int from) {
   bool expected;
   {
     std::lock_guard<std::mutex> lock(session.mutex);
-    expected = p.left || session.stopped() || standing.phase.load() == Phase::Creating;
+    expected = p.left || session.stopped() || comm_state.phase.load() == Phase::Creating;
     p.gone = expected;
   }
   if (!expected) {
@@ -455,11 +455,11 @@ void Comm::describe(std::vector<char>* out) {
   static_assert(std::size(kOrder) == kCountedKinds && kCountedKinds == size_t(Func::Send));
   RankState state;
   state.async_error = error();
-  Phase phase = standing.phase.load();
+  Phase phase = comm_state.phase.load();
   if (phase == Phase::Creating) state.init_state = ncclInProgress;
   state.finalized = phase == Phase::Finalizing || phase == Phase::Finalized;
-  state.destroyed = standing.ending() == Standing::End::Destroy;
-  state.aborted = standing.ending() == Standing::End::Abort;
+  state.destroyed = comm_state.ending() == CommState::End::Destroy;
+  state.aborted = comm_state.ending() == CommState::End::Abort;
   for (size_t i = 0; i < kCountedKinds; ++i)
     state.counts[i] = issued_by_func[size_t(kOrder[i])].load(std::memory_order_relaxed);
   session.describe(state, out);
@@ -497,12 +497,12 @@ void Comm::open() {
   int dead = -1;
   {
     std::lock_guard<std::mutex> lock(session.mutex);
-    standing.phase.store(Phase::Ready);
+    comm_state.phase.store(Phase::Ready);
     for (int q = 0; q < nranks; ++q)
       if (is_dead(q)) dead = q;
   }
   if (dead >= 0) died(dead);
-  standing.set_pending(ncclSuccess);
+  comm_state.set_pending(ncclSuccess);
 }
 
 // ---- leaving ----
@@ -602,7 +602,8 @@ std::shared_ptr<Comm> Comm::that_heard() {
 void Comm::never_ends(int q, const std::string& doing) {
   const Deadline deadline = after_ms(kNewsMs);
   std::shared_ptr<Comm> informed;
-  while (!(informed = that_heard()) && !fate_.failed() && !session.stopped() && Clock::now() < deadline) {
+  while (!(informed = that_heard()) && !kept_error_.failed() && !session.stopped() &&
+         Clock::now() < deadline) {
     std::unique_lock<std::mutex> lock(session.mutex);
     session.changed.wait_until(lock, std::min(deadline, after_ms(kLookMs)));
   }
@@ -661,7 +662,7 @@ Wait Comm::waits_of(const Batch& batch) {
 
 void Comm::meets(const void* exchange, const std::map<int, uint64_t>& missing, const std::string& doing,
                  double seconds) {
-  if (standing.phase.load() == Phase::Creating) return;
+  if (comm_state.phase.load() == Phase::Creating) return;
   Wait wait{shared_from_this(), true, {}, "rank " + std::to_string(rank) + " waits in " + doing};
   for (auto& [q, tag] : missing)
     if (tag < kAfterFailure) wait.needs.push_back({q, Need::Meeting, tag});

@@ -9,11 +9,11 @@
 #include <vector>
 
 #include "comm/batch.hpp"
+#include "comm/comm_state.hpp"
 #include "comm/deadlock.hpp"
-#include "comm/fate.hpp"
+#include "comm/kept_error.hpp"
 #include "comm/loans.hpp"
 #include "comm/registry.hpp"
-#include "comm/standing.hpp"
 #include "comm/turns.hpp"
 #include "ops/collectives.hpp"
 #include "ops/one_sided.hpp"
@@ -38,7 +38,7 @@ struct Comm final : Sink, Session::Owner, std::enable_shared_from_this<Comm> {
   double timeout_s = 0;
   bool blocking_calls = false;
 
-  Standing standing;
+  CommState comm_state;
   Registry registry;
   // Offers registered memory to the peers on this host, and withdraws it.
   void lend(const void* handle, const void* at, size_t size);
@@ -110,17 +110,18 @@ struct Comm final : Sink, Session::Owner, std::enable_shared_from_this<Comm> {
   // after a second: data that arrived before is still delivered.
   void hear_of(ErrorCode code, std::string_view text) noexcept;
   ErrorCode error_code() const override {
-    return !fate_.failed() && heard_.failed() && (turns.idle() || heard_long_ago()) ? heard_.code()
-                                                                                    : fate_.code();
+    return !kept_error_.failed() && heard_.failed() && (turns.idle() || heard_long_ago())
+               ? heard_.code()
+               : kept_error_.code();
   }
-  std::string error_text() override { return fate_.failed() ? fate_.text() : heard_.text(); }
+  std::string error_text() override { return kept_error_.failed() ? kept_error_.text() : heard_.text(); }
   bool broken(uint64_t tag) const override {
-    bool ready = standing.phase.load() != Phase::Creating;
-    bool failed_by_calls = ready && error() == ncclInvalidUsage && !standing.revoked.load();
+    bool ready = comm_state.phase.load() != Phase::Creating;
+    bool failed_by_calls = ready && error() == ncclInvalidUsage && !comm_state.revoked.load();
     // The other ranks hear of the failure too, and refuse the calls for which this one waits. After a
     // revocation they do not.
     bool refused =
-        ready && tag < kAfterFailure && heard_.failed() && heard_long_ago() && !standing.revoked.load();
+        ready && tag < kAfterFailure && heard_.failed() && heard_long_ago() && !comm_state.revoked.load();
     return failed_by_calls || refused || disagreement(tag).failed();
   }
   ncclResult_t say_broken(uint64_t tag) override;
@@ -199,12 +200,12 @@ struct Comm final : Sink, Session::Owner, std::enable_shared_from_this<Comm> {
   void wake() noexcept;  // all threads that wait on this communicator
   bool heard_long_ago() const { return Clock::now() - heard_at_.load() > std::chrono::seconds(1); }
   bool more_may_come();
-  const Fate& disagreement(uint64_t tag) const { return disagreements_[tag / kAfterFailure]; }
+  const KeptError& disagreement(uint64_t tag) const { return disagreements_[tag / kAfterFailure]; }
   void heard_disagreement(int from, uint64_t tag, const Blob& body);
-  Fate fate_, heard_;
-  Fate disagreements_[2];  // by the sequence of exchanges
+  KeptError kept_error_, heard_;
+  KeptError disagreements_[2];  // by the sequence of exchanges
   std::atomic<Clock::time_point> heard_at_{};
-  Fate derivation_;                            // the newest one's, until a call is refused
+  KeptError derivation_;                       // the newest one's, until a call is refused
   std::atomic<bool> refused_{false};           // a call after the failure
   std::atomic<bool> reported_{false};          // the error, by report()
   std::vector<uint64_t> meetings_[2];          // with each rank; under session.mutex

@@ -13,7 +13,7 @@ Creation::Creation(std::shared_ptr<Comm> comm, ncclComm_t* out, Shows shows, boo
 // The caller of a blocking creation waits for its end and gets no handle if it fails.
 bool Creation::begin() {
   given_out_ = !blocking_;
-  if (!comm_->standing.begin_creation()) return false;
+  if (!comm_->comm_state.begin_creation()) return false;
   if (parent_) parent_->begin_child(comm_);
   return true;
 }
@@ -28,7 +28,7 @@ void Creation::end(ErrorCode code, std::string_view why) noexcept {
   comm_->give_up(code, why);
   comm_->session.stop();
   comm_->session.disconnect();
-  comm_->standing.set_pending(code.result);
+  comm_->comm_state.set_pending(code.result);
   bool callers = shows_ == Shows::AtOnce && given_out_;
   if (!callers) handles<Comm>().take(comm_->handle);
   if (!callers && shows_ == Shows::AtOnce) show_handle(out_, nullptr);

@@ -16,8 +16,8 @@ namespace pncpu {
 ncclResult_t any_comm_of(ncclComm_t handle, const char* function, std::shared_ptr<Comm>* comm) {
   *comm = find_handle<Comm>(handle, function);
   if (!*comm) return ncclInvalidArgument;
-  return (*comm)->standing.ending() == Standing::End::None ? ncclSuccess
-                                                           : refuse_handle<Comm>(handle, function);
+  return (*comm)->comm_state.ending() == CommState::End::None ? ncclSuccess
+                                                              : refuse_handle<Comm>(handle, function);
 }
 
 ncclResult_t comm_of(ncclComm_t handle, const char* function, std::shared_ptr<Comm>* comm) {
@@ -26,24 +26,23 @@ ncclResult_t comm_of(ncclComm_t handle, const char* function, std::shared_ptr<Co
 }
 
 ncclResult_t check_ready(Comm& comm, const char* function, bool only_takes) {
-  Standing& standing = comm.standing;
-  if (standing.revoked.load() && standing.phase.load() != Phase::Creating) return ncclSuccess;
-  if (standing.pending() == ncclInProgress || standing.must_poll())
+  CommState& comm_state = comm.comm_state;
+  if (comm_state.revoked.load() && comm_state.phase.load() != Phase::Creating) return ncclSuccess;
+  if (comm_state.pending() == ncclInProgress || comm_state.must_poll())
     return fail(ncclInvalidArgument,
                 "%s: comm %p is used before the previous operation returned ncclSuccess "
                 "(ncclCommGetAsyncError)",
                 function, static_cast<void*>(comm.handle));
   if (ncclResult_t r = comm.check_sound(function, only_takes); r != ncclSuccess) return r;
-  if (ncclResult_t r = standing.pending(); r != ncclSuccess)
-    return fail(r, "%s: comm is non-blocking, and the error of a wrong call has become its state for good",
-                function);
+  if (ncclResult_t r = comm_state.pending(); r != ncclSuccess)
+    return fail(r, "%s: comm is non-blocking: the error of an earlier wrong call stays its state", function);
   return ncclSuccess;
 }
 
 ncclResult_t spoil_state(Comm& comm, ncclResult_t code) {
   if (!comm.blocking && code != ncclSuccess && code != ncclInProgress &&
-      comm.standing.pending() == ncclSuccess)
-    comm.standing.set_pending(code);
+      comm.comm_state.pending() == ncclSuccess)
+    comm.comm_state.set_pending(code);
   return code;
 }
 
@@ -137,8 +136,9 @@ void leave_all() {
   Deadline deadline = after_ms(2000);
   guarded("exit", [&] {
     for (auto& comm : handles<Comm>().all())
-      if (comm->standing.ending() == Standing::End::None && comm->standing.phase.load() == Phase::Ready &&
-          comm->drain(deadline) == ncclSuccess && comm->error() == ncclSuccess)
+      if (comm->comm_state.ending() == CommState::End::None &&
+          comm->comm_state.phase.load() == Phase::Ready && comm->drain(deadline) == ncclSuccess &&
+          comm->error() == ncclSuccess)
         comm->announce_leaving();
     return ncclSuccess;
   });
@@ -323,40 +323,40 @@ ncclResult_t init_all(const std::vector<std::shared_ptr<Comm>>& comms) {
 
 ncclResult_t finalize(Comm& comm) {
   // The jobs of a group run concurrently.
-  if (comm.standing.ending() != Standing::End::None)
+  if (comm.comm_state.ending() != CommState::End::None)
     return fail(ncclInvalidUsage, "ncclCommFinalize: comm %p was destroyed or aborted before the group ended",
                 static_cast<void*>(comm.handle));
   comm.announce_leaving();
   comm.drain(kForever);
   if (comm.error() == ncclSuccess && comm.await_leaving() == ncclTimeout)
     comm.fail_with(ncclTimeout, last_error(), false);
-  comm.standing.phase.store(Phase::Finalized);
-  comm.standing.set_pending(comm.error());
+  comm.comm_state.phase.store(Phase::Finalized);
+  comm.comm_state.set_pending(comm.error());
   if (comm.error() == ncclSuccess) return ncclSuccess;
   return comm.say(comm.error_code(), comm.error_text());
 }
 
-Ending::Ending(std::shared_ptr<Comm> comm, Standing::End how)
-    : comm_(std::move(comm)), how_(how), begun_(comm_->standing.begin_end(how)) {}
+Ending::Ending(std::shared_ptr<Comm> comm, CommState::End how)
+    : comm_(std::move(comm)), how_(how), begun_(comm_->comm_state.begin_end(how)) {}
 
 Ending::~Ending() {
-  if (begun_) comm_->standing.take_back_end();
+  if (begun_) comm_->comm_state.take_back_end();
 }
 
 bool Ending::may_run() const {
-  return begun_ || (how_ == Standing::End::Abort && comm_->standing.ending() == Standing::End::Destroy);
+  return begun_ || (how_ == CommState::End::Abort && comm_->comm_state.ending() == CommState::End::Destroy);
 }
 
 // The communicator ends even if an earlier step fails.
 ncclResult_t Ending::run() {
-  if (how_ == Standing::End::Abort) cut_short();
+  if (how_ == CommState::End::Abort) cut_short();
   if (!begun_ && !await_destruction()) return ncclSuccess;
   ncclResult_t r =
-      guarded(how_ == Standing::End::Abort ? "ncclCommAbort" : "ncclCommDestroy", [&] { return leave(); });
+      guarded(how_ == CommState::End::Abort ? "ncclCommAbort" : "ncclCommDestroy", [&] { return leave(); });
   comm_->close_buffers();
   comm_->session.disconnect();
   handles<Comm>().take(comm_->handle);
-  comm_->standing.ended();
+  comm_->comm_state.ended();
   begun_ = false;
   return r;
 }
@@ -365,7 +365,7 @@ void Ending::cut_short() {
   Comm& comm = *comm_;
   comm.session.stop();
   comm.stop_children();
-  if (!comm.session.left.load() || comm.standing.phase.load() != Phase::Finalized) {
+  if (!comm.session.left.load() || comm.comm_state.phase.load() != Phase::Finalized) {
     char text[64];
     snprintf(text, sizeof text, "rank %d aborted its communicator", comm.rank);
     // Peers must hear the cause before this rank's connection ends, or they would report this rank.
@@ -379,8 +379,8 @@ void Ending::cut_short() {
 
 // Waits for a destruction by another thread. True: it was taken back, and this call ends the communicator.
 bool Ending::await_destruction() {
-  while (!comm_->standing.await_end())
-    if ((begun_ = comm_->standing.begin_end(how_))) return true;
+  while (!comm_->comm_state.await_end())
+    if ((begun_ = comm_->comm_state.begin_end(how_))) return true;
   return false;
 }
 
@@ -388,15 +388,15 @@ bool Ending::await_destruction() {
 // can. It is silent if the error is only that another rank has ended, or has left without a call.
 ncclResult_t Ending::leave() {
   Comm& comm = *comm_;
-  bool aborts = how_ == Standing::End::Abort;
-  if (!comm.standing.cancel_creation()) comm.standing.await_pending();
-  Phase phase = comm.standing.phase.load();
+  bool aborts = how_ == CommState::End::Abort;
+  if (!comm.comm_state.cancel_creation()) comm.comm_state.await_pending();
+  Phase phase = comm.comm_state.phase.load();
   if (phase == Phase::Creating) return ncclSuccess;
   if (!aborts) comm.announce_leaving();
   comm.drain(aborts ? after_ms(5000) : kForever);
   ErrorCode code = comm.error_code();
   bool others = code.result == ncclRemoteError || code.mismatch == Mismatch::Departed;
-  bool heard = phase == Phase::Finalized || comm.is_heard_of() || comm.standing.revoked.load();
+  bool heard = phase == Phase::Finalized || comm.is_heard_of() || comm.comm_state.revoked.load();
   return code.failed() && !aborts && !others && !heard ? comm.say(code, comm.error_text()) : ncclSuccess;
 }
 

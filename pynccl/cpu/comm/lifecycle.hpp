@@ -45,7 +45,7 @@ ncclResult_t finalize(Comm& comm);
 class Ending {
  public:
   // Under the issue lock, so that no call is issued behind it.
-  Ending(std::shared_ptr<Comm> comm, Standing::End how);
+  Ending(std::shared_ptr<Comm> comm, CommState::End how);
   ~Ending();
   Ending(const Ending&) = delete;
   Ending& operator=(const Ending&) = delete;
@@ -59,7 +59,7 @@ class Ending {
   bool await_destruction();
   ncclResult_t leave();
   const std::shared_ptr<Comm> comm_;
-  const Standing::End how_;
+  const CommState::End how_;
   bool begun_;
 };
 

@@ -10,7 +10,7 @@
 
 namespace pncpu {
 
-class Fate {
+class KeptError {
  public:
   ErrorCode code() const { return code_.load(std::memory_order_acquire); }
   bool failed() const { return code().failed(); }

@@ -1,4 +1,4 @@
-"""The identity of this host: name, boot id, and namespaces."""
+"""What "the same host" means: a text for each thing that processes of one host may share."""
 
 from __future__ import annotations
 
@@ -12,12 +12,32 @@ from pathlib import Path
 EXHAUSTED = (errno.EMFILE, errno.ENFILE)
 
 
-def same_host(*namespaces: str) -> str:
-    """Return a text that is equal for processes of one host with the same namespaces ("net", "pid")."""
-    return f"{socket.gethostname()} {same_boot(*namespaces)}"
+def machine() -> str:
+    """Return a text that is equal for processes of one machine, in any container: they see its GPUs."""
+    return f"{socket.gethostname()} {_kernel()}"
 
 
-def same_boot(*namespaces: str) -> str:
+def container() -> str:
+    """Return a text that is equal for processes of one container: they share its virtual devices."""
+    return f"{socket.gethostname()} {_kernel('net', 'pid')}"
+
+
+def loopback() -> str:
+    """Return a text that is equal for processes that reach one another at 127.0.0.1."""
+    return f"{socket.gethostname()} {_kernel('net')}"
+
+
+def process_ids() -> str:
+    """Return a text that is equal for processes that know each other by the same process ids."""
+    return _kernel("pid")
+
+
+def clock() -> str:
+    """Return a text that is equal for processes whose monotonic clocks agree."""
+    return _kernel("time")
+
+
+def _kernel(*namespaces: str) -> str:
     """Return a text that is equal for processes of one running kernel with the same namespaces."""
     parts = [_read(Path("/proc/sys/kernel/random/boot_id")) or socket.gethostname()]
     return " ".join(parts + [_link(f"/proc/self/ns/{name}") for name in namespaces])

@@ -15,7 +15,7 @@ _EXPECTED = {
 _ADDRESS = "the address, such as array.ctypes.data, array.data.ptr or tensor.data_ptr()"
 
 
-def unfit(error: TypeError | OverflowError, types: str, **values: Any) -> TypeError | OverflowError:
+def argument_error(error: TypeError | OverflowError, types: str, **values: Any) -> TypeError | OverflowError:
     """Return the error that names the one of `values` which is no int, or does not fit; else `error`.
 
     `types` has their C types, in the same order: "uintptr_t, int".

@@ -11,7 +11,7 @@ namespace pncpu {
 
 enum class Phase { Creating, Ready, Finalizing, Finalized, Suspended };
 
-class Standing {
+class CommState {
  public:
   std::atomic<Phase> phase{Phase::Creating};
   std::atomic<bool> revoked{false};

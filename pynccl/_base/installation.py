@@ -7,7 +7,7 @@ import sys
 import warnings
 from importlib.machinery import EXTENSION_SUFFIXES
 
-_FOLDER = os.path.dirname(os.path.abspath(__file__))
+_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _NATIVE = "_native"
 # Files of another package named pynccl, which pip installs into the same folder.
 _OF_THE_OTHER = ("api.py", "binding.py")
@@ -41,8 +41,11 @@ def require_built() -> None:
     package.__file__ = os.path.join(other, "__init__.py")
     if package.__spec__ is not None:
         package.__spec__.origin = package.__file__
-    # The installation's own module takes the place of this one.
-    del sys.modules[__name__], package.__dict__["_package"]
+    # The installation's own modules take the place of this room's.
+    room = __name__.rpartition(".")[0]
+    for name in [each for each in sys.modules if each.startswith(room)]:
+        del sys.modules[name]
+    del package.__dict__[room.rpartition(".")[2]]
     # Once for a job.
     if os.environ.get("RANK", "0") == "0":
         warnings.warn(

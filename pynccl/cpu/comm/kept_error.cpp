@@ -1,25 +1,25 @@
-#include "comm/fate.hpp"
+#include "comm/kept_error.hpp"
 
 namespace pncpu {
 
-std::string Fate::text() const {
+std::string KeptError::text() const {
   std::lock_guard<std::mutex> lock(mutex_);
   return cut_ ? "out of memory" : text_;
 }
 
-bool Fate::decide(ErrorCode code, std::string_view text) noexcept {
+bool KeptError::decide(ErrorCode code, std::string_view text) noexcept {
   std::lock_guard<std::mutex> lock(mutex_);
   if (failed()) return false;
   set(code, text);
   return true;
 }
 
-void Fate::renew(ErrorCode code, std::string_view text) noexcept {
+void KeptError::renew(ErrorCode code, std::string_view text) noexcept {
   std::lock_guard<std::mutex> lock(mutex_);
   set(code, text);
 }
 
-void Fate::set(ErrorCode code, std::string_view text) noexcept {
+void KeptError::set(ErrorCode code, std::string_view text) noexcept {
   try {
     text_ = text;
     cut_ = false;

@@ -1,6 +1,6 @@
 """Traces and Python stacks of ranks that hang, at the launcher's request.
 
-`pynccl run` names a folder in PYNCCL_EVIDENCE. A process that imports pynccl creates a file there, with its
+`pynccl run` names a folder in PYNCCL_STACKS_DIR. A process that imports pynccl creates a file there, with its
 process id as the name and the signal of the request as the first line. On this signal the process dumps its
 traces, if PYNCCL_TRACE_DIR is set, and appends the stacks of its threads and the line "end". The handler is
 native: it runs inside C code, with or without the GIL. A process without a file never gets the signal.
@@ -22,7 +22,7 @@ from pathlib import Path
 from pynccl._comm import lifetime
 from pynccl._library.binding import lib
 
-FOLDER = "PYNCCL_EVIDENCE"
+FOLDER = "PYNCCL_STACKS_DIR"
 _REASON = b"asked by pynccl run before it ended the ranks"
 _END = b"\nend\n"
 _LEFT = b"left at "
@@ -41,7 +41,7 @@ _IDLE = re.compile(
 
 
 def listen() -> None:
-    """Let the launcher request traces and stacks of this process; do nothing without PYNCCL_EVIDENCE."""
+    """Let the launcher request traces and stacks of this process; do nothing without PYNCCL_STACKS_DIR."""
     folder = os.environ.get(FOLDER)
     # The launcher may have ended; a process can run without answering requests.
     with suppress(OSError, RuntimeError, StopIteration):
@@ -60,7 +60,7 @@ def _listen(folder: Path) -> None:
         raise OSError(error, os.strerror(error))
     # From here on the launcher can send requests.
     os.write(fd, b"%d\n" % number)
-    lifetime.on_leaving = partial(_tell_leaving, fd)
+    lifetime.when_leaving(partial(_tell_leaving, fd))
 
 
 def _tell_leaving(fd: int) -> None:

@@ -1,52 +1,52 @@
-#include "comm/standing.hpp"
+#include "comm/comm_state.hpp"
 
 namespace pncpu {
 
-void Standing::ended() {
+void CommState::ended() {
   std::lock_guard<std::mutex> lock(mutex_);
   ended_ = true;
   changed_.notify_all();
 }
 
-void Standing::take_back_end() {
+void CommState::take_back_end() {
   std::lock_guard<std::mutex> lock(mutex_);
   ending_.store(End::None);
   changed_.notify_all();
 }
 
-bool Standing::await_end() {
+bool CommState::await_end() {
   std::unique_lock<std::mutex> lock(mutex_);
   changed_.wait(lock, [&] { return ended_ || ending() == End::None; });
   return ended_;
 }
 
-void Standing::set_pending(ncclResult_t state) {
+void CommState::set_pending(ncclResult_t state) {
   std::lock_guard<std::mutex> lock(mutex_);
   pending_.store(state, std::memory_order_release);
   changed_.notify_all();
 }
 
-uint64_t Standing::begin_background() {
+uint64_t CommState::begin_background() {
   answer_later();
   std::lock_guard<std::mutex> lock(mutex_);
   pending_.store(ncclInProgress, std::memory_order_release);
   return ++background_;
 }
 
-void Standing::end_background(uint64_t ticket, ncclResult_t result) {
+void CommState::end_background(uint64_t ticket, ncclResult_t result) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (ticket != background_) return;
   pending_.store(result, std::memory_order_release);
   changed_.notify_all();
 }
 
-ncclResult_t Standing::await_pending() {
+ncclResult_t CommState::await_pending() {
   std::unique_lock<std::mutex> lock(mutex_);
   changed_.wait(lock, [&] { return pending_.load() != ncclInProgress; });
   return pending_.load();
 }
 
-ncclResult_t Standing::poll() {
+ncclResult_t CommState::poll() {
   ncclResult_t r = pending();
   if (r == ncclInProgress) {
     int all = kAnswers;

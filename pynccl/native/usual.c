@@ -1,0 +1,192 @@
+// The callable of a call in the usual case: the arrays are contiguous and on the communicator's device, the
+// template exists, and the caller passes no stream. It checks all that in C.
+
+#include <stddef.h>
+
+#include "python.h"
+
+// Attributes are CuPy's; other arrays have no template here.
+typedef struct {
+  PyObject_HEAD vectorcallfunc vectorcall;
+  PyObject* templates;  // by type of array, operation and dtype
+  PyObject* stream;     // returns the current stream; None where calls have none
+  PyObject* device;     // the communicator's
+  PyObject* after;      // called with (result, send, recv) for any result but success
+  PyObject* otherwise;  // called with the same arguments in all other cases
+} Usual;
+
+static PyObject *name_contiguous, *name_data, *name_device, *name_dtype, *name_pointer, *name_shape,
+    *name_size;
+
+static int size_of(PyObject* object, PyObject* name, size_t* out) {
+  PyObject* value = PyObject_GetAttr(object, name);
+  const int failed = !value || pynccl_as_size(value, out);
+  Py_XDECREF(value);
+  return failed ? -1 : 0;
+}
+
+static int same_attribute(PyObject* one, PyObject* other, PyObject* name) {
+  PyObject *first = PyObject_GetAttr(one, name), *second = first ? PyObject_GetAttr(other, name) : NULL;
+  const int same = second ? PyObject_RichCompareBool(first, second, Py_EQ) : -1;
+  Py_XDECREF(first);
+  Py_XDECREF(second);
+  return same;
+}
+
+// 1 and the address if the array can be used as it is; 0 if not; -1 with an exception.
+static int usual_array(const Usual* self, PyObject* array, size_t* address) {
+  PyObject* contiguous = PyObject_GetAttr(array, name_contiguous);
+  int usual = contiguous ? PyObject_IsTrue(contiguous) : -1;
+  Py_XDECREF(contiguous);
+  if (usual <= 0) return usual;
+  PyObject* data = PyObject_GetAttr(array, name_data);
+  if (!data) return -1;
+  if (self->stream != Py_None) {
+    PyObject* device = PyObject_GetAttr(data, name_device);
+    usual = device ? PyObject_RichCompareBool(device, self->device, Py_EQ) : -1;
+    Py_XDECREF(device);
+  }
+  if (usual > 0 && size_of(data, name_pointer, address)) usual = -1;
+  Py_DECREF(data);
+  return usual;
+}
+
+// 1 and the template if there is one; 0 if not; -1 with an exception.
+static int usual_template(const Usual* self, PyObject* send, PyObject* op, const Template** found) {
+  PyObject* by_op = PyDict_GetItemWithError(self->templates, (PyObject*)Py_TYPE(send));
+  PyObject* by_dtype = by_op ? PyDict_GetItemWithError(by_op, op) : NULL;
+  PyObject* dtype = by_dtype ? PyObject_GetAttr(send, name_dtype) : NULL;
+  *found = dtype ? (Template*)PyDict_GetItemWithError(by_dtype, dtype) : NULL;
+  Py_XDECREF(dtype);
+  return *found ? 1 : PyErr_Occurred() ? -1 : 0;
+}
+
+// 1 and the result if the call was issued; 0 if it is not the usual case; -1 with an exception.
+static int usual_issue(const Usual* self, PyObject* send, PyObject* recv, PyObject* op, int* result) {
+  const Template* template;
+  size_t source = 0, target, count, stream = 0;
+  int usual = usual_template(self, send, op, &template);
+  if (usual > 0) usual = usual_array(self, send, &source);
+  target = source;
+  if (recv != Py_None && usual > 0) {
+    usual = Py_TYPE(recv) == Py_TYPE(send) ? usual_array(self, recv, &target) : 0;
+    if (usual > 0) usual = same_attribute(send, recv, name_dtype);
+    if (usual > 0) usual = same_attribute(send, recv, name_shape);
+  }
+  if (usual <= 0) return usual;
+  if (size_of(send, name_size, &count)) return -1;
+  if (self->stream != Py_None) {
+    PyObject* current = PyObject_CallNoArgs(self->stream);
+    const int failed = !current || pynccl_as_size(current, &stream);
+    Py_XDECREF(current);
+    if (failed) return -1;
+  }
+  Py_INCREF(template);
+  PyThreadState* thread = pynccl_innermost() ? NULL : PyEval_SaveThread();
+  *result = self->stream == Py_None ? pynccl_issue_usual(template->like, source, target, count)
+                                    : pynccl_issue(template->like, source, target, count, stream, 0);
+  if (thread) PyEval_RestoreThread(thread);
+  Py_DECREF(template);
+  return 1;
+}
+
+// Pass a result to Python; as a prepared call does.
+static int usual_after(const Usual* self, int result, PyObject* send, PyObject* recv) {
+  PyObject *done = PyObject_CallFunction(self->after, "iOO", result, send, recv), *type, *value, *trace;
+  if (!done) {
+    PyErr_Fetch(&type, &value, &trace);
+    Py_XDECREF(PyObject_CallFunction(self->after, "iOO", PYNCCL_INTERRUPTED, send, recv));
+    PyErr_Restore(type, value, trace);
+    return -1;
+  }
+  Py_DECREF(done);
+  return 0;
+}
+
+// (send, recv, op, stream, config, wait): returns the array with the result.
+static PyObject* usual_call(PyObject* callable, PyObject* const* args, size_t flags, PyObject* names) {
+  const Usual* self = (Usual*)callable;
+  if (PyVectorcall_NARGS(flags) != 6 || names)
+    return PyErr_Format(PyExc_TypeError, "expected 6 arguments by position");
+  PyObject *send = args[0], *recv = args[1];
+  int result = 0, issued = 0;
+  if (args[3] == Py_None && args[4] == Py_None && args[5] == Py_True)
+    issued = usual_issue(self, send, recv, args[2], &result);
+  if (issued < 0) {
+    if (!PyErr_ExceptionMatches(PyExc_TypeError) && !PyErr_ExceptionMatches(PyExc_AttributeError))
+      return NULL;
+    PyErr_Clear();
+  }
+  if (issued <= 0) return PyObject_Vectorcall(self->otherwise, args, 6, NULL);
+  pynccl_list* recording = pynccl_innermost();
+  if (result == PYNCCL_RECORDED && recording) {
+    if (pynccl_keep_object(recording, send) || (recv != Py_None && pynccl_keep_object(recording, recv)))
+      return NULL;
+  } else if (result && usual_after(self, result, send, recv)) {
+    return NULL;
+  }
+  return Py_NewRef(recv == Py_None ? send : recv);
+}
+
+static PyObject* usual_new(PyTypeObject* type, PyObject* args, PyObject* names) {
+  PyObject *templates, *stream, *device, *after, *otherwise;
+  if (!PyArg_ParseTuple(args, "O!OOOO", &PyDict_Type, &templates, &stream, &device, &after, &otherwise))
+    return NULL;
+  Usual* self = (Usual*)type->tp_alloc(type, 0);
+  if (!self) return NULL;
+  self->vectorcall = usual_call;
+  self->templates = Py_NewRef(templates);
+  self->stream = Py_NewRef(stream);
+  self->device = Py_NewRef(device);
+  self->after = Py_NewRef(after);
+  self->otherwise = Py_NewRef(otherwise);
+  return (PyObject*)self;
+}
+
+static int usual_traverse(PyObject* object, visitproc visit, void* arg) {
+  Usual* self = (Usual*)object;
+  Py_VISIT(self->templates);
+  Py_VISIT(self->stream);
+  Py_VISIT(self->device);
+  Py_VISIT(self->after);
+  Py_VISIT(self->otherwise);
+  return 0;
+}
+
+static int usual_clear(PyObject* object) {
+  Usual* self = (Usual*)object;
+  Py_CLEAR(self->templates);
+  Py_CLEAR(self->stream);
+  Py_CLEAR(self->device);
+  Py_CLEAR(self->after);
+  Py_CLEAR(self->otherwise);
+  return 0;
+}
+
+static void usual_dealloc(PyObject* object) {
+  PyObject_GC_UnTrack(object);
+  usual_clear(object);
+  Py_TYPE(object)->tp_free(object);
+}
+
+PyTypeObject pynccl_Usual = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "pynccl._native.Usual",
+    .tp_basicsize = sizeof(Usual),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL,
+    .tp_vectorcall_offset = offsetof(Usual, vectorcall),
+    .tp_call = PyVectorcall_Call,
+    .tp_new = usual_new,
+    .tp_traverse = usual_traverse,
+    .tp_clear = usual_clear,
+    .tp_dealloc = usual_dealloc,
+};
+
+int pynccl_usual_names(void) {
+  return (name_contiguous = PyUnicode_InternFromString("_c_contiguous")) &&
+         (name_data = PyUnicode_InternFromString("data")) &&
+         (name_device = PyUnicode_InternFromString("device_id")) &&
+         (name_dtype = PyUnicode_InternFromString("dtype")) &&
+         (name_pointer = PyUnicode_InternFromString("ptr")) &&
+         (name_shape = PyUnicode_InternFromString("shape")) &&
+         (name_size = PyUnicode_InternFromString("size"));
+}
