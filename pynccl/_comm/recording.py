@@ -107,7 +107,8 @@ class Recording:
         return function_name(self.calls.calls[0].kind) if count == 1 else f"a group of {count} calls"
 
     def _raise(self, result: int) -> None:
-        for core in self.cores():
+        # The one that an interrupted call keeps is the reason.
+        for core in sorted(self.cores(), key=lambda core: core.interrupted is None):
             core.refuse(result)
         if result == CLOSED:
             # In a finalizer the communicator may no longer be found.
