@@ -301,6 +301,24 @@ def test_a_forgotten_group(rank: int, nranks: int) -> None:
         comm.destroy()
 
 
+@on_ranks(4)
+def test_a_survivor_that_has_shrunk_may_close_the_parent(rank: int, nranks: int) -> None:
+    """shrink(abort=True) does so at once, while the others still make their part of the new communicator."""
+    with pynccl.init() as world:
+        for _ in range(20):
+            comm = world.split(0)
+            comm.barrier()
+            world.barrier()
+            if rank == 3:
+                comm.abort()
+            else:
+                with pytest.raises(NcclError):
+                    comm.suspend()
+                with comm.shrink([3], abort=True) as small:
+                    assert total(small) == 3
+            world.barrier()
+
+
 def waits_in(rank: int, nranks: int, method: str) -> tuple[str, str]:
     """Rank 0 makes a call that rank 1 makes only after another, in which it waits for rank 0."""
     comm = pynccl.init()

@@ -63,7 +63,8 @@ bool Comm::is_missing(const Members& members) {
 
 void Comm::end_missing() {
   for (auto& [child, members] : children_)
-    if (is_missing(members)) child->session.stop_creation();
+    // A member that has completed its part may end the parent at once.
+    if (is_missing(members)) child->session.stop_connecting();
 }
 
 void Comm::connects(const Comm& child, const Members& members) {

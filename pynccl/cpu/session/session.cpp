@@ -114,6 +114,13 @@ void Session::stop_creation() {
   changed.notify_all();
 }
 
+void Session::stop_connecting() {
+  std::lock_guard<std::mutex> lock(mutex);
+  if (all_linked_ || complete_) return;
+  stop_.set();
+  changed.notify_all();
+}
+
 bool Session::complete() {
   std::lock_guard<std::mutex> lock(mutex);
   return complete_ = !stopped();

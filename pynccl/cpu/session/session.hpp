@@ -91,8 +91,10 @@ class Session {
   ncclResult_t finish();
   double seconds;        // that the creation may take
   void stop_creation();  // makes the creation fail if it is not complete
-  bool complete();       // false: it was stopped before
-  void stop();           // makes the creation and exchanges fail
+  // Makes it fail unless this rank has a line to every other: then it hears itself of their ends.
+  void stop_connecting();
+  bool complete();  // false: it was stopped before
+  void stop();      // makes the creation and exchanges fail
   bool stopped() const { return stop_.is_set(); }
 
   // Exchanges a blob with every rank over the lines; `all` is in the order of `ranks`. Each pair of
