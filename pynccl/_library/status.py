@@ -136,20 +136,19 @@ def _cause(meaning: str, detail: str) -> str:
     return "; ".join(filter(None, [meaning, detail and f"last error reported by NCCL: {detail}"]))
 
 
-def _is_refusal(result: int, comm: int) -> bool:
-    """Tell whether the CPU library refused a call on a communicator that has failed for another reason."""
-    if not comm or _library_name() == "NCCL" or result not in (ncclInvalidArgument, ncclInvalidUsage):
-        return False
-    state = ffi.new("int*")
-    if lib.ncclCommGetAsyncError(comm, state) or mismatch(result, comm) != pyncclCpuNoMismatch:
-        return False
-    return int(state[0]) not in (0, IN_PROGRESS, result)
+def _detail(result: int, function: str, comm: int) -> str:
+    """Return the library's text for a failed call."""
+    # First, since any other call may replace the text.
+    refusal = text(lib.ncclGetLastError(0))
+    detail = text(lib.ncclGetLastError(comm))
+    # The CPU library's text for a communicator that has failed is that of its failure, which does not explain
+    # why a later call was refused.
+    refused = result in (ncclInvalidArgument, ncclInvalidUsage) and refusal.startswith(f"{function}: ")
+    return refusal if refused and mismatch(result, comm) == pyncclCpuNoMismatch else detail
 
 
 def _failed(result: int, function: str, comm: int) -> NcclError:
-    # First, since any other call may replace the text.
-    refusal = text(lib.ncclGetLastError(0))
-    detail = refusal if _is_refusal(result, comm) else text(lib.ncclGetLastError(comm))
+    detail = _detail(result, function, comm)
     meaning = text(lib.ncclGetErrorString(result))
     cls = CollectiveMismatchError if mismatch(result, comm) != pyncclCpuNoMismatch else error_class(result)
     cause = _cause(meaning, detail).removeprefix(f"{function}: ")

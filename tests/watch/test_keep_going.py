@@ -56,6 +56,7 @@ def started(command: Command) -> Iterator[subprocess.Popen[str]]:
 
 ONE_STOPS = """
 import os, signal, sys, time
+from pathlib import Path
 import numpy as np, pynccl
 comm = pynccl.init(timeout=2)
 comm.all_reduce(np.ones(10))
@@ -93,9 +94,19 @@ def test_who_ends_after_its_error_is_not_blamed(end: str, tmp_path: Path) -> Non
 
 OTHERS_FINISH = """
 import os, sys, time
+from pathlib import Path
 rank, ends = int(os.environ["RANK"]), sys.argv[1:]
+
+def pid_of(rank):
+    return Path(__file__).with_name(f"pid {rank}")
+
+def is_noticed(rank):
+    return pid_of(rank).exists() and not Path("/proc", pid_of(rank).read_text()).exists()
+
 if rank < len(ends):
-    time.sleep(0.3 * rank)
+    while rank and not is_noticed(rank - 1):
+        time.sleep(0.01)
+    pid_of(rank).write_text(str(os.getpid()))
     if ends[rank] == "raises":
         raise RuntimeError("in trouble")
     if ends[rank].startswith("signal"):
