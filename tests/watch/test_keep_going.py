@@ -56,7 +56,6 @@ def started(command: Command) -> Iterator[subprocess.Popen[str]]:
 
 ONE_STOPS = """
 import os, signal, sys, time
-from pathlib import Path
 import numpy as np, pynccl
 comm = pynccl.init(timeout=2)
 comm.all_reduce(np.ones(10))
@@ -100,12 +99,15 @@ rank, ends = int(os.environ["RANK"]), sys.argv[1:]
 def pid_of(rank):
     return Path(__file__).with_name(f"pid {rank}")
 
-def is_noticed(rank):
-    return pid_of(rank).exists() and not Path("/proc", pid_of(rank).read_text()).exists()
+def has_ended(rank):
+    # The launcher, its parent, keeps it as a zombie.
+    stat = Path("/proc", pid_of(rank).read_text() or "self", "stat") if pid_of(rank).exists() else None
+    return stat is not None and stat.read_text().rpartition(")")[2].split()[0] == "Z"
 
 if rank < len(ends):
-    while rank and not is_noticed(rank - 1):
+    while rank and not has_ended(rank - 1):
         time.sleep(0.01)
+    time.sleep(0.3 * rank)
     pid_of(rank).write_text(str(os.getpid()))
     if ends[rank] == "raises":
         raise RuntimeError("in trouble")
