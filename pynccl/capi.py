@@ -3,7 +3,8 @@
 Pointers, handles and streams are ints, a unique id is 128 bytes, strings are str. A result other than success
 raises, except ncclInProgress: functions with out-values return them, the others return the result (0 or 7).
 The first call loads the library. FUNCTIONS has the first NCCL version of each function; the CPU library
-adds CPU_FUNCTIONS.
+adds CPU_FUNCTIONS. On the CPU library, as on a GPU, a call has completed only after a wait for its stream:
+`pyncclCpuStreamSynchronize`, or PYNCCL_CPU_BLOCKING=1.
 
 If NCCL writes a handle at the end of the group, or in the background of a non-blocking communicator, the
 function returns a LateHandle, which every function accepts in place of the handle.

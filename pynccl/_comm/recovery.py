@@ -18,6 +18,7 @@ from pynccl._device import streams
 from pynccl._errors import NcclError, NcclRemoteError, NcclTimeoutError, RankFailedError
 from pynccl._library.binding import lib
 from pynccl._library.status import IN_PROGRESS, check
+from pynccl._memory.owner import used_streams
 from pynccl._trace import recorder
 from pynccl._types import UniqueId
 from pynccl._watch.agreement import DERIVE, MADE, WELL, View, set_of
@@ -25,6 +26,7 @@ from pynccl._watch.survivors import GROWING, LEAVING_OUT, SECONDS, SHRINKING, Su
 from pynccl._watch.watchdog import DEATH_MS
 
 Quorum = Literal["majority"] | None
+_OUTSTANDING = "calls are outstanding, for which only shrink(exclude, abort=True) does not wait"
 # Seconds between the time-outs of ranks that call the same function.
 _MOMENT = 0.5
 
@@ -48,9 +50,14 @@ def shrink(core: Core, exclude: Sequence[int], ends: bool, config: ConfigLike, q
     core.outside_groups(SHRINK.function)
 
     def make() -> Core:
-        if core.watch.connected:
-            return _shrink_by_agreement(core, set(exclude), ends, config, quorum)
-        return _shrink_alone(core, sorted(exclude), ends, config)
+        try:
+            if core.watch.connected:
+                return _shrink_by_agreement(core, set(exclude), ends, config, quorum)
+            return _shrink_alone(core, sorted(exclude), ends, config)
+        except NcclTimeoutError as error:
+            if not ends and used_streams(core.c):
+                error.args = (f"{error}; {_OUTSTANDING}",)
+            raise
 
     return core.together(make, SHRINK.function, abort, same)
 

@@ -21,6 +21,7 @@ from pynccl._library.generated import kinds
 from pynccl._library.status import check, remember_late
 from pynccl._memory import creation
 from pynccl._memory.owner import Base, complete, refuse_unless_idle
+from pynccl._trace import recorder
 from pynccl._trace.callers import caller_line
 
 _REGISTER, _DEREGISTER = kinds.FUNCTIONS[kinds.WINDOW], kinds.FUNCTIONS[kinds.CLOSE_WINDOW]
@@ -145,6 +146,7 @@ class _PeerMemory:
             lib.pyncclCpuWindowRelease(self._hold)
 
 
+@recorder.with_callers(lambda window: window._owner.c, "close")
 class Window(Hinting):
     """Memory of every rank of a communicator that the other ranks put into; from `Communicator.window`.
 

@@ -271,7 +271,7 @@ class Survivors:
             f"partition: {_ranks(chosen)} cannot reach {_ranks(rest & ~chosen)}, which may be alive "
             f"and go on by themselves, and {_are(chosen)} not more than half of the {rest.bit_count()} ranks "
             "that are not proven to have ended (of two halves the one with the lowest rank goes on). "
-            "shrink(..., quorum=None) goes on without a majority",
+            "shrink(..., quorum=None) goes on without a majority. Expected the same exclude on every rank",
             self._failed() | (rest & ~chosen),
         )
 

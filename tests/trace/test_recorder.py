@@ -289,10 +289,12 @@ with pynccl.group():
     comm.reduce(x)
     comm.barrier if False else comm.all_gather(x)
 comm.barrier()
+win = comm.window(x)
+win.close()
 places = [r.at for r in comm.trace()[1:]]
 lines = [int(place.rpartition(":")[2]) for place in places]
 assert {place.rpartition(":")[0] for place in places} == {__file__}, places
-assert lines == [2, 3, 3, 3, 8, 9, 10], lines
+assert lines == [2, 3, 3, 3, 8, 9, 10, 11, 12], lines
 comm.destroy()
 """
     )

@@ -25,6 +25,7 @@ from pynccl import (
     NcclError,
     NcclInvalidUsage,
     NcclRemoteError,
+    NcclTimeoutError,
     RankFailedError,
     UniqueId,
     capi,
@@ -300,6 +301,25 @@ def dies_before_a_change(rank: int, nranks: int, dies_before: str) -> list[float
 def test_shrink_a_communicator_that_was_to_change(dies_before: str) -> None:
     results = run(4, dies_before_a_change, dies_before, backend="cpu", check=False, timeout=40)
     assert [results[rank] for rank in (0, 2, 3)] == [[5.0]] * 3, results
+
+
+def shrinks_past_an_outstanding_call(rank: int, nranks: int) -> str:
+    comm = pynccl.init(timeout=2)
+    if rank == 0:
+        comm.all_reduce(np.ones(3), wait=False)
+    text = ""
+    if rank < 2:
+        with pytest.raises((NcclTimeoutError, RankFailedError)) as caught:
+            comm.shrink([2])
+        text = str(caught.value)
+    together(nranks)
+    comm.abort()
+    return text
+
+
+def test_a_shrink_that_waits_for_an_outstanding_call_says_so() -> None:
+    zero, *_ = run(3, shrinks_past_an_outstanding_call, backend="cpu", timeout=40)
+    assert "only shrink(exclude, abort=True) does not wait" in zero
 
 
 def shrinks_after_finalize(rank: int, nranks: int) -> str:
