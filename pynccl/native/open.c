@@ -72,7 +72,8 @@ PyObject* pynccl_begin(PyObject* module, PyObject* const* args, Py_ssize_t count
   if (!calls)
     return PyErr_Occurred() ? NULL
                             : PyErr_Format(PyExc_TypeError, "expected an address, a bool and an owner");
-  if (pynccl_innermost() && args[1] != Py_True) Py_RETURN_NONE;
+  pynccl_skip_dropped();
+  if (pynccl_recording && args[1] != Py_True) Py_RETURN_NONE;
   if (calls->open) return PyErr_Format(PyExc_RuntimeError, "this recording has begun already");
   Open* open = PyObject_New(Open, &pynccl_Open);
   if (!open) return NULL;
@@ -110,7 +111,8 @@ PyObject* pynccl_end(PyObject* module, PyObject* const* args, Py_ssize_t count) 
 
 // Keep an object alive until the open recording has run.
 PyObject* pynccl_keep(PyObject* module, PyObject* object) {
-  pynccl_list* recording = pynccl_innermost();
+  pynccl_skip_dropped();
+  pynccl_list* recording = pynccl_recording;
   if (recording && pynccl_keep_object(recording, object)) return NULL;
   Py_RETURN_NONE;
 }
