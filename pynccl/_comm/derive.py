@@ -105,9 +105,12 @@ def _take(core: Core, child: Core, handle: int) -> None:
 
 
 def _failure_of_parent(core: Core, error: NcclError) -> NcclError:
-    """Return the parent's failure, whose ranks the caller knows; without one the error itself."""
+    """Return the parent's failure, whose ranks the caller knows; without one the error itself.
+
+    A watchdog has found none.
+    """
     until = time.monotonic() + _NOTICE
-    while isinstance(error, NcclRemoteError) and time.monotonic() < until:
+    while isinstance(error, NcclRemoteError) and not core.watch.connected and time.monotonic() < until:
         # The derived communicator may notice a death first.
         if (failure := core.failure()) is not None:
             return failure
