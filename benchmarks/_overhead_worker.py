@@ -68,7 +68,7 @@ def communicator_without_wait() -> Any:
         def all_reduce(  # type: ignore[override]
             self, send: Any, recv: Any = None, op: Any = "sum", stream: Any = None, *, config: Any = None
         ) -> Any:
-            return self._all_reduce(send, recv, op, stream, config)
+            return self._all_reduce(send, recv, op, stream, config, True)
 
     return WithoutWait(RANKS, bytes(128), 0)
 
