@@ -119,13 +119,13 @@ class Survivors:
                 self._match(other, begun)
 
     def _must_not_be_given_up(self) -> None:
-        if gone := self.given_up():
+        if gone := self._given_up():
             raise self._failure(
                 f"{self.doing} the communicator: {_ranks(gone)} gave up, and began again",
                 gone,
             )
 
-    def given_up(self) -> int:
+    def _given_up(self) -> int:
         """Return the ranks of which this attempt has heard, and which have begun another one since."""
         if self.final:
             return 0
