@@ -323,12 +323,16 @@ def test_a_shrink_that_waits_for_an_outstanding_call_says_so() -> None:
 
 
 def shrinks_after_finalize(rank: int, nranks: int) -> str:
-    comm = pynccl.init()
-    together(nranks)
+    comm = pynccl.init(config=pynccl.Config(blocking=0))
     if rank == 1:
+        hear("rank 0 finalizes")
+        hear("rank 2 finalizes")
         os.kill(os.getpid(), signal.SIGKILL)
-    with pytest.raises(NcclRemoteError):
-        comm.finalize()
+    # Blocking, one rank may hear of the death before it finalizes; that finalize is refused.
+    capi.ncclCommFinalize(comm.handle)
+    tell(f"rank {rank} finalizes")
+    until(comm.async_error)
+    assert isinstance(comm.async_error(), NcclRemoteError)
     with pytest.raises(NcclInvalidUsage) as caught:
         comm.shrink([1], abort=True)
     return str(caught.value)
