@@ -160,9 +160,13 @@ class Round:
 
     def _arrival(self, rank: int) -> Arrival:
         try:
-            return unpack_arrival(self._fetch(self._key("arrival", rank), self._left(), rank), rank)
+            arrival = unpack_arrival(self._fetch(self._key("arrival", rank), self._left(), rank), rank)
         except TimeoutError:
             raise self._absent() from None
+        # The ranks that only the larger world_size has would never arrive.
+        if arrival.size != self.size:
+            raise BootstrapError(f"rank {rank} has world_size {arrival.size}, rank 0 has {self.size}")
+        return arrival
 
     def _fetch(self, name: str, timeout: float, of: int) -> bytes:
         """Return a rank's value, waiting for it; raise if it exits or another rank reports a failure."""
