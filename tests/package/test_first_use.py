@@ -229,6 +229,11 @@ KEYWORDS: list[tuple[Callable[[Any, Any], object], str]] = [
     (lambda comm, x: comm.recv(x, source=0), "'source'; pynccl's name is peer"),
     (lambda comm, x: comm.broadcast(x, src=0), "'src'; pynccl's name is root"),
     (lambda comm, x: comm.reduce(x, reduceOp="max"), "'reduceOp'; pynccl's name is op"),
+    (
+        lambda comm, x: comm.all_reduce(x, group=1),
+        "'group'; pynccl's name is pynccl.Communicator.split(...), ",
+    ),
+    (lambda comm, x: comm.shrink(ranks=[0]), "'ranks'; pynccl's name is exclude"),
     (lambda comm, x: comm.all_reduce(x, timeout=3), "'timeout'; pynccl's name is pynccl.init(timeout=...)"),
 ]
 
