@@ -15,6 +15,8 @@ NcclError (RuntimeError)
 └── BootstrapError                the ranks could not find each other
 
 Wrong Python arguments are TypeError and ValueError. Every class pickles.
+
+Not in `_base/`: tracebacks and pickles contain this module's name.
 """
 
 from __future__ import annotations
@@ -163,9 +165,3 @@ _CLASSES: dict[int, type[NcclError]] = {
 def error_class(result: int) -> type[NcclError]:
     """Return the class for a result code: NcclError itself for an unknown one."""
     return _CLASSES.get(result, NcclError)
-
-
-# Tracebacks and pickles have the name by which programs import a class.
-for _kind in [kind for kind in globals().values() if isinstance(kind, type) and issubclass(kind, NcclError)]:
-    _kind.__module__ = "pynccl"
-del _kind

@@ -535,7 +535,7 @@ else:
 
 def test_the_last_message_of_a_program_that_has_ended_differs(run_program: Run) -> None:
     done = run_program(LAST_MESSAGE, 2)
-    assert "[1] pynccl.CollectiveMismatchError: " in done.stderr, done.stderr
+    assert "[1] pynccl._errors.CollectiveMismatchError: " in done.stderr, done.stderr
     assert "Send(count 4, float64)" in done.stderr and "Recv(count 5, float64)" in done.stderr
 
 

@@ -55,7 +55,6 @@ def test_errors_travel(cls: type[pynccl.NcclError]) -> None:
     error.note = "added later"  # type: ignore[attr-defined]
     again = pickle.loads(pickle.dumps(error))
     assert type(again) is cls
-    assert cls.__module__ == "pynccl"
     assert str(again) == "what happened"
     assert vars(again) == vars(error)
     assert (again.function, again.detail, again.rank, again.size, again.result) == (
