@@ -87,6 +87,8 @@ class Round:
     ) -> None:
         self.keys, self.rank, self.size, self.deadline, self.lingers = keys, rank, size, deadline, lingers
         self.prefix = f"init/{name}/"
+        # The ranks that may come: more than `size` if one has a larger world_size.
+        self._coming = size
         # The numbers of later rounds, if the keys outlive processes: a script may run several programs.
         self.later = later
         # Called on rank 0 after every rank has arrived.
@@ -164,7 +166,8 @@ class Round:
         except TimeoutError:
             raise self._absent() from None
         # The ranks that only the larger world_size has would never arrive.
-        if arrival.size != self.size:
+        if arrival.size != self.size and arrival.failure is None:
+            self._coming = max(self.size, arrival.size)
             raise BootstrapError(f"rank {rank} has world_size {arrival.size}, rank 0 has {self.size}")
         return arrival
 
@@ -208,13 +211,15 @@ class Round:
         if not self.lingers or self.rank != 0:
             return
         deadline = time.monotonic() + min(seconds, self._left() + _MARGIN)
-        for other in range(1, self.size):
-            if (left := deadline - time.monotonic()) <= 0:
-                break
-            if other not in failure.dead:
-                with suppress(TimeoutError, NcclError):
-                    self.keys.fetch(self._key("left", other), left)
-        self.done()
+        try:
+            for other in range(1, self._coming):
+                if (left := deadline - time.monotonic()) <= 0:
+                    break
+                if other not in failure.dead:
+                    with suppress(TimeoutError, NcclError):
+                        self.keys.fetch(self._key("left", other), left)
+        finally:
+            self.done()
 
     def _follow(self) -> Answer:
         try:
@@ -343,7 +348,7 @@ class Round:
         """Yield the names of the keys for some seconds: a wrong world_size has very many."""
         until = time.monotonic() + _LINGER
         yield from (self.prefix + name for name in ("answer", "failing", "failed", "verdict"))
-        for rank in range(self.size):
+        for rank in range(self._coming):
             if time.monotonic() >= until:
                 return
             yield from (self._key(kind, rank) for kind in ("claim", "arrival", "here", "left"))

@@ -28,7 +28,7 @@ from pynccl.bootstrap._preflight import absent
 from pynccl.bootstrap._rounds import meet
 from pynccl.bootstrap._server import StoreServer
 from pynccl.bootstrap._store import Store, format_address, parse_address
-from pynccl.bootstrap._tcp import Host, Place, ask, connect, left
+from pynccl.bootstrap._tcp import Host, Place, ask, connect, left, visit
 
 Open = Callable[[float], AbstractContextManager[Exchange]]
 _EXPECTED = (
@@ -270,7 +270,7 @@ def _at_address(
         if port == 0:
             raise ValueError("method is 'tcp://...:0'; expected rank 0's port on the other ranks")
         place = ask(host, port, "", deadline, rank, size)
-        with connect(place, deadline, rank, size) as store:
+        with visit(place, deadline, rank, size) as store:
             yield Round(StoreKeys(store, of_rank_0=True), "0", rank, size, deadline)
         return
     home = Host(host, port, "", deadline)
@@ -336,7 +336,7 @@ def _at_master(
     else:
         place, server = _kept[where]
     try:
-        with connect(place, deadline, rank, size) as store:
+        with visit(place, deadline, rank, size) as store:
             name = str(next(_rounds_at(place.address)))
             keys = StoreKeys(store, where if home is None else home.where, of_rank_0=True)
             meeting = Round(keys, name, rank, size, deadline, lingers=server is not None)

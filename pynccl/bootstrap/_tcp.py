@@ -13,17 +13,22 @@ import secrets
 import socket
 import time
 from collections import Counter
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 from pynccl._errors import BootstrapError
 from pynccl._secure.secret import read_secret
 from pynccl.bootstrap._address import is_loopback, resolve
 from pynccl.bootstrap._server import StoreServer
-from pynccl.bootstrap._store import PromptStore, Store, StoreSilent, format_address, parse_address
+from pynccl.bootstrap._store import PromptStore, Store, StoreLost, StoreSilent, format_address, parse_address
 
 _ENTRY = "signpost"
 _LEAVE_SECONDS = 2.0
+# Seconds between two looks for another entry.
+_PAUSE = 0.05
+# The ids of the stores where a rank of this process has failed, with the rank.
+_failed: set[tuple[str | None, int]] = set()
 
 
 class Place(NamedTuple):
@@ -45,6 +50,20 @@ def connect(place: Place, deadline: float, rank: int, size: int, what: str = "di
         return PromptStore(place.address, job=place.job, timeout=left(deadline))
     except BootstrapError as error:
         raise BootstrapError(f"rank {rank} of {size} {what}: {error}") from error
+
+
+@contextmanager
+def visit(place: Place, deadline: float, rank: int, size: int) -> Iterator[Store]:
+    """Connect to a store; after a failure there `ask` does not return it again.
+
+    Rank 0 keeps the store open for some seconds, so that the other ranks can read the reason.
+    """
+    with connect(place, deadline, rank, size) as store:
+        try:
+            yield store
+        except BaseException:
+            _failed.add((place.job, rank))
+            raise
 
 
 class _JobStore(StoreServer):
@@ -110,21 +129,35 @@ def _loopback_note(host: str, deadline: float) -> str:
 
 
 def ask(host: str, port: int, job: str, deadline: float, rank: int, size: int) -> Place:
-    """Return the store that the entry at a host and port names."""
+    """Return the store that the entry at a host and port names, but none where this rank has failed."""
     address = format_address(host, port)
-    with connect(Place(address), deadline, rank, size) as store:
+    while True:
         try:
-            other, found, token = map(str, json.loads(store.get(_ENTRY, left(deadline))))
+            with connect(Place(address), deadline, rank, size) as store:
+                other, found, token = map(str, json.loads(store.get(_ENTRY, left(deadline))))
         except (TimeoutError, StoreSilent):
             raise BootstrapError(
                 f"rank {rank} of {size} did not meet rank 0, which is silent at {address}"
             ) from None
         except (ValueError, TypeError) as error:
             raise BootstrapError(f"the entry at {address} cannot be parsed: {error}") from None
-    if other != job:
-        raise BootstrapError(
-            f"rank {rank} of {size} found another job at {address}: {other or 'a job without a name'!r}; "
-            f"expected {job or 'a job without a name'!r}; choose another MASTER_PORT"
-        )
-    # Keep the host name by which this rank reached the entry; rank 0 may use another one.
-    return Place(format_address(host, parse_address(found)[1]), token)
+        except StoreLost:
+            # An earlier rendezvous at this address has just ended.
+            if time.monotonic() >= deadline:
+                raise
+            time.sleep(_PAUSE)
+            continue
+        if other != job:
+            raise BootstrapError(
+                f"rank {rank} of {size} found another job at {address}: {other or 'a job without a name'!r}; "
+                f"expected {job or 'a job without a name'!r}; choose another MASTER_PORT"
+            )
+        if (token, rank) not in _failed:
+            # Keep the host name by which this rank reached the entry; rank 0 may use another one.
+            return Place(format_address(host, parse_address(found)[1]), token)
+        if time.monotonic() >= deadline:
+            raise BootstrapError(
+                f"rank {rank} of {size} did not meet rank 0: only the rendezvous that has failed is open at "
+                f"{address}"
+            )
+        time.sleep(_PAUSE)

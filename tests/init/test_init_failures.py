@@ -181,6 +181,22 @@ def test_another_size(kind: str, sizes: list[int], tmp_path: Path) -> None:
     assert all(f"rank 1 has world_size {sizes[1]}, rank 0 has {sizes[0]}" in text for text in texts)
 
 
+def retries(rank: int, nranks: int, kind: str, where: str, port: int) -> str:
+    together(nranks)
+    method = method_of(kind, where, port)
+    text = fails_in_time(method, 6, world_size=nranks + (rank == nranks - 1))
+    with pynccl.init(method, world_size=nranks, timeout=15) as comm:
+        assert (comm.all_reduce(np.ones(2)) == nranks).all()
+    return text
+
+
+@pytest.mark.parametrize("kind", METHODS)
+def test_a_retry_at_once(kind: str, tmp_path: Path) -> None:
+    """Rank 0 still waits for a fourth rank when the others come again."""
+    texts = testing.run(3, retries, kind, str(tmp_path), free_port(), backend="cpu")
+    assert all("rank 2 has world_size 4, rank 0 has 3" in text for text in texts)
+
+
 # --- the secret ---
 
 

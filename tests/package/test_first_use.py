@@ -231,9 +231,9 @@ KEYWORDS: list[tuple[Callable[[Any, Any], object], str]] = [
     (lambda comm, x: comm.reduce(x, reduceOp="max"), "'reduceOp'; pynccl's name is op"),
     (
         lambda comm, x: comm.all_reduce(x, group=1),
-        "'group'; pynccl's name is pynccl.Communicator.split(...), ",
+        "'group'; pynccl's name is pynccl.Communicator.split(...): each group of ranks",
     ),
-    (lambda comm, x: comm.shrink(ranks=[0]), "'ranks'; pynccl's name is exclude"),
+    (lambda comm, x: comm.shrink(ranks=[0]), "'ranks'; pynccl's name is exclude, the"),
     (lambda comm, x: comm.all_reduce(x, timeout=3), "'timeout'; pynccl's name is pynccl.init(timeout=...)"),
 ]
 
