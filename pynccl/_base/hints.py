@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import wraps
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _BY_NODE = "split(color), with one color for each node"
 _CALL = "__call__: write op()"
@@ -72,11 +76,16 @@ _OTHER_NAMES = {
 # Their names of keywords, likewise.
 _OTHER_KEYWORDS = {
     "asyncop": ("wait: async_op=True is wait=False",),
+    "comm": ("method",),
     "dest": ("peer", "root"),
     "dst": ("peer", "root"),
-    "group": ("pynccl.Communicator.split(...): each group of ranks has a communicator",),
+    "deviceid": ("device",),
+    "initmethod": ("method",),
     "input": ("send",),
     "inputtensor": ("send",),
+    "localrank": ("device",),
+    "nprocs": ("world_size",),
+    "nranks": ("world_size",),
     "out": ("recv",),
     "output": ("recv",),
     "outputtensor": ("recv",),
@@ -84,10 +93,18 @@ _OTHER_KEYWORDS = {
     "recvbuf": ("recv", "buf"),
     "reduceop": ("op",),
     "sendbuf": ("send", "buf"),
+    "size": ("world_size",),
     "source": ("peer", "root"),
     "src": ("peer", "root"),
     "tensor": ("send", "buf"),
     "timeout": ("pynccl.init(timeout=...)",),
+    "url": ("method",),
+}
+# What there is instead of keywords that no method has.
+_INSTEAD = {
+    "backend": "PYNCCL_LIBRARY selects NCCL or the CPU library",
+    "group": "each group of ranks has a communicator of its own: Communicator.split",
+    "tag": "NCCL has no tags: messages between two ranks arrive in the order of their sends",
 }
 _UNEXPECTED = re.compile(r"(\w+)\.(\w+)\(\) got an unexpected keyword argument '(\w+)'( .*)?")
 
@@ -123,16 +140,38 @@ def _first(name: str) -> str:
 
 
 def add_hint(error: BaseException | None, owner: type) -> str:
-    """Add pynccl's name to Python's error for a keyword that a method of a class does not have; return it."""
+    """Add a hint to Python's error for a keyword that a method of a class does not have; return it."""
     found = _UNEXPECTED.fullmatch(str(error))
     if error is None or found is None or found[1] != owner.__name__:
         return ""
-    has = {*inspect.signature(getattr(owner, found[2])).parameters, "pynccl"}
-    ours = _ours(found[3].replace("_", "").lower(), has, _OTHER_KEYWORDS)
-    if ours is None:
+    hint = _about_keyword(found[3], inspect.signature(getattr(owner, found[2])).parameters)
+    if not hint:
         return ""
-    error.args = (f"{error}; pynccl's name is {ours}",)
-    return f"{found[2]}({found[3]}=...): pynccl's name is {ours}"
+    error.args = (f"{error}; {hint}",)
+    return f"{found[2]}({found[3]}=...): {hint}"
+
+
+def _about_keyword(name: str, has: Iterable[str]) -> str:
+    """Return the hint for a keyword that a function with these parameters does not have, or ""."""
+    plain = name.replace("_", "").lower()
+    ours = _ours(plain, {*has, "pynccl"}, _OTHER_KEYWORDS)
+    return f"pynccl's name is {ours}" if ours else _INSTEAD.get(plain, "")
+
+
+def hints_keywords(function: Callable[P, R]) -> Callable[P, R]:
+    """Make a function raise an error with a hint for a keyword that it does not have."""
+    has = inspect.signature(function).parameters
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        for name in kwargs.keys() - has.keys():
+            hint = _about_keyword(name, has)
+            raise TypeError(
+                f"{function.__name__}() got an unexpected keyword argument {name!r}{hint and f'; {hint}'}"
+            )
+        return function(*args, **kwargs)
+
+    return call
 
 
 class Hinting:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from pynccl import capi
+from pynccl._base.hints import hints_keywords
 from pynccl._base.timeouts import check_timeout, resolve_timeout
 from pynccl._base.values import INT, check_int
 from pynccl._comm.communicator import Communicator
@@ -32,6 +33,7 @@ log = logging.getLogger("pynccl")
 _chosen_before: int | None = None
 
 
+@hints_keywords
 def init(
     method: Any = None,
     *,

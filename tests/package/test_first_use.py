@@ -229,10 +229,11 @@ KEYWORDS: list[tuple[Callable[[Any, Any], object], str]] = [
     (lambda comm, x: comm.recv(x, source=0), "'source'; pynccl's name is peer"),
     (lambda comm, x: comm.broadcast(x, src=0), "'src'; pynccl's name is root"),
     (lambda comm, x: comm.reduce(x, reduceOp="max"), "'reduceOp'; pynccl's name is op"),
-    (
-        lambda comm, x: comm.all_reduce(x, group=1),
-        "'group'; pynccl's name is pynccl.Communicator.split(...): each group of ranks",
-    ),
+    (lambda comm, x: comm.all_reduce(x, group=1), "'group'; each group of ranks has a communicator of its"),
+    (lambda comm, x: comm.send(x, 0, tag=7), "'tag'; NCCL has no tags: "),
+    (lambda comm, x: pynccl.init(nranks=2), "'nranks'; pynccl's name is world_size"),  # type: ignore[call-arg]
+    (lambda comm, x: pynccl.init(backend="nccl"), "'backend'; PYNCCL_LIBRARY selects "),  # type: ignore[call-arg]
+    (lambda comm, x: pynccl.init(nonsense=1), "'nonsense'"),  # type: ignore[call-arg]
     (lambda comm, x: comm.shrink(ranks=[0]), "'ranks'; pynccl's name is exclude, the"),
     (lambda comm, x: comm.all_reduce(x, timeout=3), "'timeout'; pynccl's name is pynccl.init(timeout=...)"),
 ]
