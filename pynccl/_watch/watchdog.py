@@ -267,7 +267,9 @@ class Watch:
         text = ffi.string(found.text).decode(errors="replace")
         if found.reporter:
             reporter = found.reporter - 1
-            text = text.removeprefix("the library reports: ").removeprefix(f"rank {reporter} of {self.size}: ")
+            text = text.removeprefix("the library reports: ").removeprefix(
+                f"rank {reporter} of {self.size}: "
+            )
             text = f"rank {reporter} reports: {text}"
         place: dict[str, Any] = {"rank": self.rank, "size": self.size}
         ranks = [int(rank) for rank in found.ranks[0 : found.count]]

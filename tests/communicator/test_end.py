@@ -19,7 +19,16 @@ import pytest
 
 import pynccl
 from conftest import Run, Script
-from engines import RETURNS, Command, environment, open_mpi, pynccl_run, torchrun
+from engines import (
+    MOST_SECONDS,
+    RETURNS,
+    RUNS,
+    Command,
+    end_well,
+    open_mpi,
+    pynccl_run,
+    torchrun,
+)
 from meeting import hear, state, tell
 from processes import completed
 from pynccl import NcclError, NcclInvalidUsage, NcclRemoteError, testing
@@ -273,19 +282,12 @@ ENGINES: dict[str, tuple[Callable[[int], Command], str]] = {
     "torch backend": (pynccl_run, TORCH_RETURNS),
     "torch backend under torchrun": (torchrun, TORCH_RETURNS),
 }
-RUNS = int(os.environ.get("TEST_ENDS_RUNS", "200"))
-_RUN_SECONDS = 120
 
 
 def returns(engine: str, how: str, nranks: int, script: Path, runs: int) -> None:
     launch, program = ENGINES[engine]
     script.write_text(program)
-    command = [*launch(nranks), str(script), how]
-    for run in range(runs):
-        done = completed(command, timeout=_RUN_SECONDS, env=environment())
-        assert done.returncode == 0, f"run {run}: {done.stderr}"
-        assert done.stdout.count("right") == nranks, f"run {run}: {done.stdout}"
-        assert done.stderr == "", f"run {run}"
+    end_well([*launch(nranks), str(script), how], nranks, runs)
 
 
 @pytest.mark.parametrize("how", WAYS)
@@ -304,7 +306,7 @@ def test_a_program_that_returns_ends_well_under(engine: str, how: str, tmp_path:
 
 @pytest.mark.full
 @pytest.mark.usefixtures("torch_backend")
-@pytest.mark.timeout(RUNS * _RUN_SECONDS + 600)
+@pytest.mark.timeout(MOST_SECONDS)
 @pytest.mark.parametrize("how", ["plain", "barrier"])
 @pytest.mark.parametrize("nranks", [2, 4, 8])
 @pytest.mark.parametrize("engine", ENGINES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,11 @@ BIN = Path(sys.executable).parent
 ROOT = Path(__file__).resolve().parents[2]
 
 Command = list[str]
+
+# How often the programs below run in `make test-full`, and the time that all the runs of one test have.
+RUNS = int(os.environ.get("TEST_ENDS_RUNS", "200"))
+_RUN_SECONDS = 120
+MOST_SECONDS = RUNS * _RUN_SECONDS + 600
 
 
 # A program that returns without destroy, however far the other ranks are: no rank may notice.
@@ -56,6 +62,15 @@ print("right", flush=True)
 if how == "exit":
     sys.exit(0)
 """
+
+
+def end_well(command: Command, nranks: int, runs: int, **env: str) -> None:
+    """Run a program that says "right" on each rank; none fails, and none prints anything else."""
+    for run in range(runs):
+        done = completed(command, timeout=_RUN_SECONDS, env=environment(**env))
+        assert done.returncode == 0, f"run {run}: {done.stderr}"
+        assert done.stdout.count("right") == nranks, f"run {run}: {done.stdout}"
+        assert done.stderr == "", f"run {run}"
 
 
 def environment(**more: str) -> dict[str, str]:

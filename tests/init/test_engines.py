@@ -20,7 +20,20 @@ from pathlib import Path
 import pytest
 
 from conftest import Script
-from engines import BIN, RETURNS, ROOT, Command, environment, open_mpi, outputs, pynccl_run, torchrun
+from engines import (
+    BIN,
+    MOST_SECONDS,
+    RETURNS,
+    ROOT,
+    RUNS,
+    Command,
+    end_well,
+    environment,
+    open_mpi,
+    outputs,
+    pynccl_run,
+    torchrun,
+)
 from hosts import Hosts, needs_root
 from meeting import free_port
 from processes import piped
@@ -106,6 +119,18 @@ def test_open_mpi(nranks: int) -> None:
 def test_mpich(mpich: dict[str, str], nranks: int) -> None:
     text = run([mpich["MPIEXEC"], "-n", str(nranks), *example()], **mpich)
     assert ranks_of(text, nranks) == list(range(nranks))
+
+
+@pytest.mark.full
+@pytest.mark.network
+@pytest.mark.timeout(MOST_SECONDS)
+@pytest.mark.parametrize("how", ["plain", "barrier"])
+@pytest.mark.parametrize("nranks", [2, 4, 8])
+def test_200_programs_that_return_end_well(
+    mpich: dict[str, str], script: Script, nranks: int, how: str
+) -> None:
+    command = [mpich["MPIEXEC"], "-n", str(nranks), sys.executable, script(RETURNS), how]
+    end_well(command, nranks, RUNS, **mpich)
 
 
 @pytest.mark.slow

@@ -22,6 +22,7 @@ from pathlib import Path
 import pytest
 
 from conftest import ROOT, clean_environment
+from engines import MOST_SECONDS, RETURNS, RUNS
 from hosts import joined, needs_root
 from meeting import until
 from processes import completed
@@ -242,6 +243,16 @@ def test_srun(cluster: Cluster, nranks: int) -> None:
 def test_two_hosts(cluster: Cluster, mpi: str, end: str) -> None:
     program = cluster.program(SUM).split()
     check_sums(cluster.run("srun", "-N2", "-n4", f"--mpi={mpi}", *program, *end.split()), 4, 2)
+
+
+@pytest.mark.timeout(MOST_SECONDS)
+@pytest.mark.parametrize("how", ["plain", "barrier"])
+@pytest.mark.parametrize("nranks", [2, 4, 8])
+def test_200_programs_that_return_end_well(cluster: Cluster, nranks: int, how: str) -> None:
+    program = cluster.program(RETURNS).split()
+    for run in range(RUNS):
+        text = cluster.run("srun", "-N2", f"-n{nranks}", *program, how, PYNCCL_SECRET="a secret of the job")
+        assert text.split() == ["right"] * nranks, f"run {run}: {text}"
 
 
 @pytest.mark.usefixtures("torch_backend")
