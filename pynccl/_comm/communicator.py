@@ -14,7 +14,7 @@ from pynccl import capi
 from pynccl._arrays.buffers import Array
 from pynccl._base.hints import Hinting, add_hint
 from pynccl._base.timeouts import check_timeout
-from pynccl._base.values import INT, MOST_DEVICES, check_int, check_list, is_int, refuse_copy, shown
+from pynccl._base.values import INT, MOST_DEVICES, check_int, check_list, refuse_copy, shown
 from pynccl._comm import create, derive, end, lifetime, recovery
 from pynccl._comm.calls import Calls
 from pynccl._comm.core import Core
@@ -295,19 +295,7 @@ class Communicator(Operations, Hinting):
             raise ValueError(f"quorum is {shown(quorum)}; expected 'majority' or None")
         if not isinstance(abort, bool):
             raise TypeError(f"abort is {shown(abort)}; expected True or False")
-        if isinstance(exclude, str | bytes) or not isinstance(exclude, Iterable):
-            raise TypeError(f"exclude is {shown(exclude)}; expected a list of ranks")
-        try:
-            ranks = list(exclude)
-        except TypeError:
-            raise TypeError(f"exclude is {shown(exclude)}; expected a list of ranks") from None
-        for rank in ranks:
-            if not is_int(rank):
-                raise TypeError(
-                    f"exclude is {shown(ranks)}, with {rank!r}; expected ints, the ranks to leave out"
-                )
-            if not 0 <= rank < self.size:
-                raise ValueError(f"exclude is {ranks}, with {rank}; expected ranks from 0 to {self.size - 1}")
+        ranks = recovery.ranks_to_exclude(exclude, self.size)
         return self._of(recovery.shrink(self._core, ranks, abort, config, quorum))
 
     def get_unique_id(self) -> UniqueId:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from typing import Literal
 
 from pynccl import capi
-from pynccl._base.values import shown
+from pynccl._base.values import is_int, shown
 from pynccl._comm.core import Core
 from pynccl._comm.create import create
 from pynccl._comm.derive import GROW, SHRINK, ConfigLike, derive, new_child
@@ -32,6 +32,24 @@ _MOMENT = 0.5
 
 
 # --- shrink ---
+
+
+def ranks_to_exclude(exclude: object, size: int) -> list[int]:
+    """Return the argument of `shrink` as a list of ranks; raise TypeError or ValueError if it is not one."""
+    if isinstance(exclude, str | bytes) or not isinstance(exclude, Iterable):
+        raise TypeError(f"exclude is {shown(exclude)}; expected a list of ranks")
+    try:
+        ranks = list(exclude)
+    except TypeError:
+        raise TypeError(f"exclude is {shown(exclude)}; expected a list of ranks") from None
+    for rank in ranks:
+        if not is_int(rank):
+            raise TypeError(
+                f"exclude is {shown(ranks)}, with {rank!r}; expected ints, the ranks to leave out"
+            )
+        if not 0 <= rank < size:
+            raise ValueError(f"exclude is {ranks}, with {rank}; expected ranks from 0 to {size - 1}")
+    return ranks
 
 
 def shrink(core: Core, exclude: Sequence[int], ends: bool, config: ConfigLike, quorum: Quorum) -> Core:
