@@ -17,11 +17,6 @@ def machine() -> str:
     return f"{socket.gethostname()} {_kernel()}"
 
 
-def container() -> str:
-    """Return a text that is equal for processes of one container: they share its virtual devices."""
-    return f"{socket.gethostname()} {_kernel('net', 'pid')}"
-
-
 def loopback() -> str:
     """Return a text that is equal for processes that reach one another at 127.0.0.1."""
     return f"{socket.gethostname()} {_kernel('net')}"

@@ -27,6 +27,8 @@ typedef enum {
 ncclResult_t pyncclCpuDeviceCount(int* count); // since 2.32.3
 ncclResult_t pyncclCpuSetDevice(int device); // since 2.32.3
 ncclResult_t pyncclCpuGetDevice(int* device); // since 2.32.3
+// A number that is equal for processes which the library takes to be on one host: they share its devices.
+ncclResult_t pyncclCpuHostId(uint64_t* host); // since 2.32.3
 ncclResult_t pyncclCpuInterrupt(int thread, int on); // since 2.32.3
 // This thread makes its calls for `thread`, which waits for them; `limited`: not longer than a time-out.
 ncclResult_t pyncclCpuCallsFor(int thread, int limited); // since 2.32.3

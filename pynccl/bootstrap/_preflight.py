@@ -199,11 +199,9 @@ def gather_facts(device: int | None, local_rank: int | None, timed: bool) -> Fac
 
 
 def _machine(cpu: bool) -> str:
-    """Return the library's identity of this machine: NCCL_HOSTID, or host name and boot id."""
-    if given := os.environ.get("NCCL_HOSTID"):
-        return given
-    # Virtual devices belong to a container; a GPU belongs to the machine, in every container that sees it.
-    return host.container() if cpu else host.machine()
+    """Return what is equal for ranks that share devices."""
+    # Virtual devices belong to what the CPU library takes to be a host, GPUs to the machine.
+    return f"{capi.pyncclCpuHostId():x}" if cpu else os.environ.get("NCCL_HOSTID") or host.machine()
 
 
 def device_for(facts: Facts, local_rank: int) -> int | None:

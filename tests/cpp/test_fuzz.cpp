@@ -263,6 +263,7 @@ struct Calls {
     CALL(return pyncclCpuQuiet(f.comm()));
     CALL(return pyncclCpuSetDevice(f.any_int()));
     CALL(return pyncclCpuGetDevice(OUT(int)));
+    CALL(return pyncclCpuHostId(OUT(uint64_t)));
     CALL(return pyncclCpuInterrupt(f.any_int(), int(f.below(2))));
     CALL(return pyncclCpuCallsFor(f.any_int(), int(f.below(2))));
     CALL(ncclEncryptionConfig_t e = {}; e.size = f.one_in(3) ? f.below(sizeof e / 8 + 1) * 8 : sizeof e;

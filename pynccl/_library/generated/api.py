@@ -210,6 +210,7 @@ CPU_FUNCTIONS: dict[str, Version] = {
     "pyncclCpuDeviceCount": (2, 32, 3),
     "pyncclCpuSetDevice": (2, 32, 3),
     "pyncclCpuGetDevice": (2, 32, 3),
+    "pyncclCpuHostId": (2, 32, 3),
     "pyncclCpuInterrupt": (2, 32, 3),
     "pyncclCpuCallsFor": (2, 32, 3),
     "pyncclCpuCreationTimeout": (2, 32, 3),

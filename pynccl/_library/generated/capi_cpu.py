@@ -33,6 +33,13 @@ def pyncclCpuGetDevice() -> int:
     return int(out[0])
 
 
+def pyncclCpuHostId() -> int:
+    out = _new("uint64_t*")
+    if r := _library.pyncclCpuHostId(out):
+        _check(r, "pyncclCpuHostId")
+    return int(out[0])
+
+
 def pyncclCpuInterrupt(thread: int, on: int) -> int:
     try:
         if r := _library.pyncclCpuInterrupt(thread, on):

@@ -451,6 +451,14 @@ ncclResult_t pyncclCpuDeviceCount(int* count) {
   });
 }
 
+ncclResult_t pyncclCpuHostId(uint64_t* host) {
+  return guarded("pyncclCpuHostId", [&] {
+    REQUIRE_POINTER("pyncclCpuHostId", host);
+    *host = host_id();
+    return ncclSuccess;
+  });
+}
+
 ncclResult_t pyncclCpuSetDevice(int device) {
   return guarded("pyncclCpuSetDevice", [&] {
     if (ncclResult_t r = check_device(device, "pyncclCpuSetDevice", "device"); r != ncclSuccess) return r;
