@@ -251,7 +251,9 @@ def test_two_hosts(cluster: Cluster, mpi: str, end: str) -> None:
 def test_200_programs_that_return_end_well(cluster: Cluster, nranks: int, how: str) -> None:
     program = cluster.program(RETURNS).split()
     for run in range(RUNS):
-        text = cluster.run("srun", "-N2", f"-n{nranks}", *program, how, PYNCCL_SECRET="a secret of the job")
+        text = cluster.run(
+            "srun", "-Q", "-N2", f"-n{nranks}", *program, how, PYNCCL_SECRET="a secret of the job"
+        )
         assert text.split() == ["right"] * nranks, f"run {run}: {text}"
 
 
