@@ -33,6 +33,7 @@ def register() -> None:
 def _register() -> Any:
     extension = _build.load()
     extension.set_provider(_provider.provide)
+    extension.set_allocator(_provider.allocates, _provider.allocate)
     extension.set_meeting(_reconfigure.serve, _reconfigure.join)
     # Before Python exits: after that, a thread that runs callbacks would end the process.
     atexit.register(lambda: extension.end_all(lifetime.raised()))

@@ -10,6 +10,7 @@ from pynccl._errors import LibraryNotFoundError, NcclInvalidUsage
 from pynccl._library import discovery, loader
 from pynccl._library.binding import ffi, lib
 from pynccl._library.generated.api import CPU_FUNCTIONS, FUNCTIONS
+from pynccl._memory.creation import empty
 
 # Streams of the backends, kept for the life of the process.
 _streams: list[Any] = []
@@ -22,6 +23,18 @@ def provide(kind: str, index: int, high_priority: bool) -> tuple[dict[str, int],
     stream = torch.cuda.Stream(index, priority=-1 if high_priority else 0)  # type: ignore[no-untyped-call]
     _streams.append(stream)
     return _cuda_addresses(), stream.stream_id, stream.cuda_stream
+
+
+def allocates(index: int) -> bool:
+    """Tell whether `allocate` works for a device: torch passes -1 for the CPU."""
+    on_cpu = loader.backend() == "cpu"
+    return on_cpu == (index < 0) and bool(lib.nccl_api_find(b"ncclMemAlloc"))
+
+
+def allocate(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return a tensor in memory from ncclMemAlloc."""
+    # As bytes: NCCL does not reduce all of torch's types.
+    return empty(size * dtype.itemsize, like=torch.empty(0, dtype=torch.uint8, device=device)).view(dtype)
 
 
 def _cuda_addresses() -> dict[str, int]:

@@ -131,25 +131,42 @@ def numbers(rank: int, size: int) -> None:
     assert backend._get_sequence_number_for_group() == before + 2
 
 
+def tensors_in_memory_from_nccl(rank: int, size: int) -> None:
+    backend = world()._get_backend(CPU)
+    assert backend.supports_tensor_alloc(CPU) and not backend.supports_tensor_alloc(torch.device("cuda", 0))
+    for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.uint8):
+        x = backend.allocate_tensor(1000, dtype=dtype, device=CPU)
+        assert (x.dtype, x.device, tuple(x.shape)) == (dtype, CPU, (1000,))
+        x.fill_(rank + 1)
+        assert x.data_ptr() in memory_of_nccl()
+        dist.all_reduce(x)
+        assert (x == sum(range(1, size + 1))).all()
+    assert backend.allocate_tensor(3, dtype=torch.bool, device=CPU).dtype == torch.bool
+    assert backend.allocate_tensor(0, dtype=torch.float32, device=CPU).numel() == 0
+    with pytest.raises(ValueError, match="expected no negative axis"):
+        backend.allocate_tensor(-1, dtype=torch.float32, device=CPU)
+    with pytest.raises((RuntimeError, AssertionError), match="(?i)cuda"):
+        backend.allocate_tensor(1, dtype=torch.float32, device=torch.device("cuda", 0))
+
+
+def memory_of_nccl() -> set[int]:
+    """Return where the areas of memory from ncclMemAlloc begin."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return {int(line.partition("-")[0], 16) for line in lines if "nccl" in line.rpartition("/")[2]}
+
+
 def not_provided(rank: int, size: int) -> None:
     """What docs/torch.md says of calls that the backend does not have."""
     backend = world()._get_backend(CPU)
-    assert not backend.supports_tensor_alloc(CPU)
-    for call, says in (
-        (lambda: backend.mem_allocator, "Backend pynccl does not support getMemAllocator"),
-        (
-            lambda: backend.allocate_tensor(4, dtype=torch.float32, device=CPU),
-            "Backend pynccl does not support allocateTensor",
-        ),
-    ):
-        with pytest.raises(RuntimeError, match=says):
-            call()
+    with pytest.raises(RuntimeError, match="Backend pynccl does not support getMemAllocator"):
+        _ = backend.mem_allocator
     # Functions of ProcessGroupNCCL alone, not of c10d::Backend.
     assert not any(hasattr(backend, name) for name in ("register_mem_pool", "deregister_mem_pool"))
 
 
 def test_groups_options_and_limits(tmp_path: Path) -> None:
-    on_ranks(3, tmp_path, tensors_without_axes, groups, split_by_nccl, options, limits, numbers, not_provided)
+    on_ranks(3, tmp_path, tensors_without_axes, groups, split_by_nccl, options, limits, numbers)
+    on_ranks(2, tmp_path, tensors_in_memory_from_nccl, not_provided)
 
 
 # --- functional collectives, and graphs with them ---

@@ -4,6 +4,8 @@
 namespace pynccl {
 
 decltype(provide) provide;
+decltype(allocates) allocates;
+decltype(allocate) allocate;
 decltype(serve) serve;
 decltype(join) join;
 

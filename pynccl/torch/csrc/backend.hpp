@@ -102,6 +102,20 @@ struct Joined {
   int rank, size;
 };
 
+// Provided by Python: the functions of a device's library and, for CUDA, a stream as (id, handle).
+struct Provided {
+  std::map<std::string, uintptr_t> addresses;
+  int64_t stream_id;
+  uintptr_t stream;
+};
+extern std::function<Provided(c10::Device, bool high_priority)> provide;
+extern std::function<bool(c10::DeviceIndex)> allocates;
+extern std::function<at::Tensor(int64_t size, const at::TensorOptions&)> allocate;
+extern std::function<Served()> serve;
+extern std::function<Joined(const Served&, int64_t uuid, const std::vector<std::string>& handles,
+                            Milliseconds limit, const std::string& group)>
+    join;
+
 class Backend : public c10d::Backend {
  public:
   struct Options : c10d::Backend::Options {
@@ -137,6 +151,9 @@ class Backend : public c10d::Backend {
   void resume();
   std::unordered_map<std::string, uint64_t> getMemoryStats();
   void eagerConnectSingleDevice(at::Device device) override { connected(device); }
+  // Both virtual since torch 2.7.
+  bool supportsTensorAlloc(c10::DeviceIndex device) { return allocates(device); }
+  at::Tensor allocateTensor(long size, at::TensorOptions options = {}) { return allocate(size, options); }
 #ifdef PYNCCL_HAS_ERROR_TYPE
   c10d::ErrorType getError();
 #endif
@@ -286,17 +303,5 @@ class Backend : public c10d::Backend {
   std::set<int64_t> uuids_;  // for the thread that reconfigures
 #endif
 };
-
-// Provided by Python: the functions of a device's library and, for CUDA, a stream as (id, handle).
-struct Provided {
-  std::map<std::string, uintptr_t> addresses;
-  int64_t stream_id;
-  uintptr_t stream;
-};
-extern std::function<Provided(c10::Device, bool high_priority)> provide;
-extern std::function<Served()> serve;
-extern std::function<Joined(const Served&, int64_t uuid, const std::vector<std::string>& handles,
-                            Milliseconds limit, const std::string& group)>
-    join;
 
 }  // namespace pynccl

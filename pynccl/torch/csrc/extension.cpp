@@ -63,6 +63,16 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       return pynccl::Provided{std::get<0>(given), std::get<1>(given), std::get<2>(given)};
     };
   });
+  m.def("set_allocator", [](const py::function& allocates, const py::function& allocate) {
+    pynccl::allocates = [kept = never_freed(allocates)](c10::DeviceIndex device) {
+      py::gil_scoped_acquire gil;
+      return (*kept)(int(device)).cast<bool>();
+    };
+    pynccl::allocate = [kept = never_freed(allocate)](int64_t size, const at::TensorOptions& options) {
+      py::gil_scoped_acquire gil;
+      return (*kept)(size, c10::typeMetaToScalarType(options.dtype()), options.device()).cast<at::Tensor>();
+    };
+  });
   using StorePtr = c10::intrusive_ptr<c10d::Store>;
   m.def("set_meeting", [](const py::function& serve, const py::function& join) {
     pynccl::serve = [kept = never_freed(serve)] {
