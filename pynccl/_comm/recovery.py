@@ -48,7 +48,7 @@ def ranks_to_exclude(exclude: object, size: int) -> list[int]:
                 f"exclude is {shown(ranks)}, with {rank!r}; expected ints, the ranks to leave out"
             )
         if not 0 <= rank < size:
-            raise ValueError(f"exclude is {ranks}, with {rank}; expected ranks from 0 to {size - 1}")
+            raise ValueError(f"exclude is {shown(ranks)}, with {rank}; expected ranks from 0 to {size - 1}")
     return ranks
 
 

@@ -35,8 +35,9 @@ from pynccl.bootstrap._store import StoreSilent
 _MARGIN = 0.5
 # Seconds that rank 0 keeps its own store open after a failure, so that the other ranks can read the failure.
 _LINGER = 4.0
-# Seconds between two looks for a dead rank.
+# Seconds between two looks for a dead rank, and seconds in which keys that are polled are seen.
 _LOOK = 0.5
+_POLL = 0.1
 # Seconds that a rank has to answer another whose time-out has passed.
 ANSWER = 1.0
 
@@ -101,7 +102,7 @@ class Round:
     def exchange(self, prepare: Callable[[], Facts]) -> Answer:
         """Send the result or the error of `prepare` to rank 0, and return rank 0's answer."""
         while not self.keys.claim(self._key("claim", self.rank)):
-            if self.later is None or not self._is_set("answer"):
+            if self.later is None or not (self._is_set("answer") or self._is_set("failed")):
                 raise self._duplicate()
             # An earlier process of this rank took part in that round.
             self.prefix = f"init/{next(self.later)}/"
@@ -151,7 +152,11 @@ class Round:
 
     def _lead(self) -> Answer:
         try:
-            answer = compare([self._arrival(other) for other in range(self.size)], self.size)
+            arrivals = [self._arrival(other) for other in range(self.size)]
+            if (failure := self._look()) is not None:
+                # A rank has left since it arrived: this rank may be late.
+                raise failure.error()
+            answer = compare(arrivals, self.size)
             self.when_joined()
             self.keys.put(self.prefix + "answer", pack(answer), self._left() + _MARGIN)
         except BaseException as error:
@@ -219,15 +224,21 @@ class Round:
                     with suppress(TimeoutError, NcclError):
                         self.keys.fetch(self._key("left", other), left)
         finally:
-            self.done()
+            if self.keys.clears:
+                self._remove()
 
     def _follow(self) -> Answer:
         try:
             answer = unpack_answer(self._fetch(self.prefix + "answer", self._left() + _MARGIN, 0))
         except TimeoutError:
             error = self._absent()
-            self._clear_up()
+            self._clear_up(Failure(str(error)))
             raise error from None
+        except StoreSilent:
+            raise
+        except NcclError:
+            self._clear_up()
+            raise
         if answer.failure is not None or answer.size != self.size:
             self._leave()
         if answer.failure is not None:
@@ -329,28 +340,34 @@ class Round:
         self._linger(failure, _LINGER if isinstance(error, Exception) else _MARGIN)
         return other
 
-    def _clear_up(self) -> None:
-        """Leave after rank 0 gave no answer; the last rank to leave removes the keys in place of rank 0."""
-        self._leave()
-        until = time.monotonic() + _LINGER
+    def _clear_up(self, failure: Failure | None = None) -> None:
+        """Leave without an answer, after a failure of this rank or another's.
+
+        Where keys have to go, the last rank to leave removes them in place of rank 0.
+        """
         with suppress(NcclError):
-            for other in range(1, self.size):
-                if time.monotonic() >= until or (
-                    self._has("arrival", other) and not self._has("left", other)
-                ):
-                    return
-            self._remove()
+            if failure is not None and not self._is_set("failed"):
+                # For rank 0, which may come later.
+                self._put(self.prefix + "failed", pack(failure))
+            self._leave()
+            # If rank 0 lives, it reads the failure, and removes the keys after its answer.
+            if self.keys.clears and not (self._has("claim", 0) and self._is_set("answer", _LOOK + _POLL)):
+                self._remove_as_the_last()
+
+    def _remove_as_the_last(self) -> None:
+        until = time.monotonic() + _LINGER
+        for other in range(1, self.size):
+            if time.monotonic() >= until or (self._has("arrival", other) and not self._has("left", other)):
+                return
+        self._remove()
 
     def _remove(self) -> None:
-        self.keys.remove(self._names())
+        self.keys.remove(self.prefix, self._names())
 
     def _names(self) -> Iterator[str]:
-        """Yield the names of the keys for some seconds: a wrong world_size has very many."""
-        until = time.monotonic() + _LINGER
+        """Yield the names of the keys."""
         yield from (self.prefix + name for name in ("answer", "failing", "failed", "verdict"))
-        for rank in range(self._coming):
-            if time.monotonic() >= until:
-                return
+        for rank in range(self.size):
             yield from (self._key(kind, rank) for kind in ("claim", "arrival", "here", "left"))
 
     def done(self) -> None:

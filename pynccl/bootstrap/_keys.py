@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
 import tempfile
 import time
@@ -16,6 +17,8 @@ from pynccl.bootstrap._store import Store, StoreLost, StoreSilent
 
 # Seconds between polls: at first, and at most.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05
+# The file of an arrival, with the number of its round.
+_ARRIVED = re.compile(r"init\.(\d+)\.arrival\.")
 # Attempts to create a folder that rank 0 of the previous round removes concurrently.
 _TRIES = 5
 
@@ -24,6 +27,8 @@ class Keys(Protocol):
     """Values under names, shared by the ranks of a job."""
 
     where: str
+    # True if the keys of a round that failed must go. Other keys stay, so that late ranks read the reason.
+    clears: bool
 
     def put(self, name: str, value: bytes, timeout: float) -> None:
         """Set a value."""
@@ -34,8 +39,8 @@ class Keys(Protocol):
     def claim(self, name: str) -> bool:
         """Return True for the first process that claims the name, else False."""
 
-    def remove(self, names: Iterable[str]) -> None:
-        """Remove values, as far as possible."""
+    def remove(self, prefix: str, names: Iterable[str]) -> None:
+        """Remove the values of a round, as far as possible: those of these names, which have the prefix."""
 
     def will(self, name: str, value: bytes) -> None:
         """Have a value set if this process dies before `withdraw`, where a death can be noticed."""
@@ -46,6 +51,8 @@ class Keys(Protocol):
 
 class StoreKeys:
     """Keys in pynccl's own store; `of_rank_0`: the store is in the process of rank 0."""
+
+    clears = False
 
     def __init__(self, store: Store, where: str = "", of_rank_0: bool = False) -> None:
         self.store, self.where, self.of_rank_0 = store, where or store.address, of_rank_0
@@ -92,7 +99,7 @@ class StoreKeys:
         with suppress(BootstrapError, TimeoutError):
             self.store.withdraw(1.0)
 
-    def remove(self, names: Iterable[str]) -> None:
+    def remove(self, prefix: str, names: Iterable[str]) -> None:
         """Keep the values: the store ends with its job."""
 
 
@@ -122,6 +129,8 @@ class ObjectKeys(_Unnoticed):
 
     For a missing name `get` may return None or raise. torch's `get` would wait, so `check` is called first.
     """
+
+    clears = False
 
     def __init__(self, target: Any, where: str = "", prefix: str = "") -> None:
         self.target, self.prefix = target, prefix
@@ -184,8 +193,8 @@ class ObjectKeys(_Unnoticed):
         self.put(name, b"1")
         return True
 
-    def remove(self, names: Iterable[str]) -> None:
-        """Remove values, as far as possible."""
+    def remove(self, prefix: str, names: Iterable[str]) -> None:
+        """Remove the values of a round, as far as possible."""
         delete = getattr(self.target, "delete_key", None) or getattr(self.target, "delete", None)
         if callable(delete):
             # Best effort: not every store can delete keys.
@@ -196,6 +205,8 @@ class ObjectKeys(_Unnoticed):
 
 class FolderKeys(_Unnoticed):
     """Keys as files in a folder that every rank sees, on one machine or on a shared file system."""
+
+    clears = True
 
     def __init__(self, path: str) -> None:
         self.path = Path(path)
@@ -268,10 +279,18 @@ class FolderKeys(_Unnoticed):
             return False
         return True
 
-    def remove(self, names: Iterable[str]) -> None:
-        """Remove files, and the folder if it is then empty."""
-        for name in names:
-            with suppress(OSError):
-                self._file(name).unlink()
+    def remove(self, prefix: str, names: Iterable[str]) -> None:
+        """Remove the files of a round, and the folder if it is then empty."""
+        begin = self._file(prefix).name
         with suppress(OSError):
+            for file in self.path.iterdir():
+                if file.name.startswith(begin):
+                    file.unlink(missing_ok=True)
             self.path.rmdir()
+
+    def newest(self) -> int:
+        """Return the number of the newest round in which a rank has arrived, or -1."""
+        with suppress(OSError):
+            found = (_ARRIVED.match(file.name) for file in self.path.iterdir())
+            return max((int(match[1]) for match in found if match), default=-1)
+        return -1

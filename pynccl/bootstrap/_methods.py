@@ -12,7 +12,7 @@ import socket
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -27,8 +27,8 @@ from pynccl.bootstrap._keys import FolderKeys, Keys, ObjectKeys, StoreKeys
 from pynccl.bootstrap._preflight import absent
 from pynccl.bootstrap._rounds import meet
 from pynccl.bootstrap._server import StoreServer
-from pynccl.bootstrap._store import Store, format_address, parse_address
-from pynccl.bootstrap._tcp import Host, Place, ask, connect, left, visit
+from pynccl.bootstrap._store import Store, StoreLost, format_address, parse_address
+from pynccl.bootstrap._tcp import Host, KnownStore, Place, ask, connect, left, visit
 
 Open = Callable[[float], AbstractContextManager[Exchange]]
 _EXPECTED = (
@@ -235,9 +235,14 @@ def _through(
     keys: Callable[[float], Keys], name: str, lingers: bool, rank: int, size: int, deadline: float
 ) -> Iterator[Exchange]:
     """Open an exchange through an existing folder or object."""
-    found = keys(deadline)
+    found, rounds = keys(deadline), _rounds_at(name)
+    number = next(rounds)
+    # A rank that comes late, or was started again, joins the others where they are.
+    newest = found.newest() if isinstance(found, FolderKeys) else -1
+    while number < newest:
+        number = next(rounds)
     try:
-        yield Round(found, str(next(_rounds_at(name))), rank, size, deadline, lingers=lingers)
+        yield Round(found, str(number), rank, size, deadline, lingers=lingers)
     finally:
         found.withdraw()
 
@@ -270,7 +275,7 @@ def _at_address(
         if port == 0:
             raise ValueError("method is 'tcp://...:0'; expected rank 0's port on the other ranks")
         place = ask(host, port, "", deadline, rank, size)
-        with visit(place, deadline, rank, size) as store:
+        with visit(connect(place, deadline, rank, size), place, rank) as store:
             yield Round(StoreKeys(store, of_rank_0=True), "0", rank, size, deadline)
         return
     home = Host(host, port, "", deadline)
@@ -325,27 +330,33 @@ def _at_master(
 ) -> Iterator[Exchange]:
     """Open an exchange: the first through MASTER_PORT, later ones through the store that was found there."""
     where = format_address(host, port)
-    home = None
-    if where not in _kept and rank == 0:
-        with _naming(host, source, rank, size):
-            home = Host(host, port, job, deadline)
-        place, server = home.place, home.server
-    elif where not in _kept:
-        with _naming(host, source, rank, size):
-            place, server = ask(host, port, job, deadline, rank, size), None
-    else:
-        place, server = _kept[where]
+    place, server = _kept.get(where, (None, None))
+    home, store = None, None
+    if place is not None:
+        # If nobody listens there, rank 0 has died, or an init has failed there.
+        with suppress(StoreLost):
+            store = connect(place, deadline, rank, size, kind=KnownStore)
     try:
-        with visit(place, deadline, rank, size) as store:
-            name = str(next(_rounds_at(place.address)))
+        if place is None or store is None:
+            with _naming(host, source, rank, size):
+                home = Host(host, port, job, deadline) if rank == 0 else None
+                place = ask(host, port, job, deadline, rank, size) if home is None else home.place
+            server = None if home is None else home.server
+            store = connect(place, deadline, rank, size)
+        with visit(store, place, rank):
+            name = str(next(_rounds_at(f"{place.address} {place.job}")))
             keys = StoreKeys(store, where if home is None else home.where, of_rank_0=True)
             meeting = Round(keys, name, rank, size, deadline, lingers=server is not None)
             if home is not None:
                 meeting.when_joined, meeting.refused = home.entry.close, home.refused
             yield meeting
     except BaseException:
+        # The ranks meet at MASTER_PORT again: a rank that was started anew knows no other place.
+        _kept.pop(where, None)
         if home is not None:
             home.close()
+        elif server is not None:
+            server.close()
         raise
     _kept[where] = place, server
 

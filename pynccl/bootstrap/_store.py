@@ -187,6 +187,8 @@ class Store:
 
     # True if the first request follows immediately, so that the proof can be sent with it.
     _prompt = False
+    # True if the store has listened before, so that a refusal means its end.
+    _known = False
 
     def __init__(
         self, address: str, secret: str | None = None, *, job: str | None = None, timeout: float = 300.0
@@ -196,7 +198,7 @@ class Store:
         secret = read_secret() if secret is None else check_secret(secret)
         self._scheme = handshake.choose(secret, f.PURPOSE, encode(resolve_job(job)), f.HELLO)
         self._lock, self._pid, self._closed = threading.RLock(), os.getpid(), False
-        self._met = False
+        self._met = self._known
         self._name = secrets.token_bytes(f.IDENTITY)
         self._will: tuple[str, bytes] | None = None
         self._connection: Connection | None = self._connect(self.timeout, more=self._prompt)

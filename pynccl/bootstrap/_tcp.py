@@ -44,21 +44,37 @@ def left(deadline: float) -> float:
     return max(0.05, deadline - time.monotonic())
 
 
-def connect(place: Place, deadline: float, rank: int, size: int, what: str = "did not meet rank 0") -> Store:
+class KnownStore(PromptStore):
+    """A store that has listened before: the constructor raises StoreLost if it does no longer."""
+
+    _known = True
+
+
+def connect(
+    place: Place,
+    deadline: float,
+    rank: int,
+    size: int,
+    what: str = "did not meet rank 0",
+    *,
+    kind: type[Store] = PromptStore,
+) -> Store:
     """Connect to a store; a failure mostly means that rank 0 is missing."""
     try:
-        return PromptStore(place.address, job=place.job, timeout=left(deadline))
+        return kind(place.address, job=place.job, timeout=left(deadline))
+    except StoreLost:
+        raise
     except BootstrapError as error:
         raise BootstrapError(f"rank {rank} of {size} {what}: {error}") from error
 
 
 @contextmanager
-def visit(place: Place, deadline: float, rank: int, size: int) -> Iterator[Store]:
-    """Connect to a store; after a failure there `ask` does not return it again.
+def visit(store: Store, place: Place, rank: int) -> Iterator[Store]:
+    """Use the store at a place and close it; after a failure there `ask` does not return the place again.
 
-    Rank 0 keeps the store open for some seconds, so that the other ranks can read the reason.
+    Rank 0 keeps it open for some seconds, so that the other ranks can read the reason.
     """
-    with connect(place, deadline, rank, size) as store:
+    with store:
         try:
             yield store
         except BaseException:

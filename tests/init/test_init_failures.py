@@ -197,6 +197,88 @@ def test_a_retry_at_once(kind: str, tmp_path: Path) -> None:
     assert all("rank 2 has world_size 4, rank 0 has 3" in text for text in texts)
 
 
+def init_until_all_have_come(method: Any, seconds: float, **more: Any) -> tuple[int, list[str]]:
+    """Call init until it succeeds; return the sum of ones over the ranks, and what it has raised before."""
+    texts: list[str] = []
+    while len(texts) < 12:
+        try:
+            with pynccl.init(method, timeout=seconds, **more) as comm:
+                return int(comm.all_reduce(np.ones(2))[0]), texts
+        except pynccl.NcclError as error:
+            texts.append(f"{type(error).__name__}: {error}")
+    raise AssertionError(texts)
+
+
+def comes_late(rank: int, nranks: int, kind: str, where: str, port: int, late: int) -> tuple[int, list[str]]:
+    together(nranks)
+    method = method_of(kind, where, port)
+    if rank == late:
+        time.sleep(4)
+    return init_until_all_have_come(method, 1.5)
+
+
+@pytest.mark.parametrize("kind", METHODS)
+@pytest.mark.parametrize("late", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_retries_until_a_late_rank_comes(kind: str, late: int, tmp_path: Path) -> None:
+    """The rank comes when the others are at their third call, or about to be."""
+    results = testing.run(3, comes_late, kind, str(tmp_path), free_port(), late, backend="cpu")
+    for total, texts in results:
+        assert total == 3
+        assert not any("RankFailedError" in text for text in texts), texts
+    assert any(f"that never arrived: {late} (1 of 3)" in text for text in results[1][1]) or any(
+        "did not meet rank 0" in text for text in results[1][1]
+    ), results
+    assert not (tmp_path / "meeting").exists()
+
+
+def started_anew(
+    rank: int, nranks: int, kind: str, where: str, port: int, victim: int
+) -> tuple[int, list[str]]:
+    method, met = method_of(kind, where, port), Path(where, "met")
+    if rank == victim and not (child := os.fork()):
+        comm = pynccl.init(method, timeout=10)
+        comm.barrier()
+        met.touch()
+        signal.pause()
+    if rank == victim:
+        until(met.exists)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    else:
+        comm = pynccl.init(method, timeout=10)
+        comm.barrier()
+        with pytest.raises(pynccl.RankFailedError):
+            comm.all_reduce(np.ones(2))
+        comm.abort()
+    return init_until_all_have_come(method, 2)
+
+
+# The last would need an object of its own for the new set of processes.
+@pytest.mark.parametrize("kind", METHODS[:-1])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_rank_that_is_started_anew(kind: str, victim: int, tmp_path: Path) -> None:
+    """Its process knows nothing of the round in which the others are."""
+    results = testing.run(
+        2, started_anew, kind, str(tmp_path), free_port(), victim, backend="cpu", timeout=60
+    )
+    assert [total for total, _ in results] == [2, 2], results
+
+
+def asks_for_another_place_first(rank: int, nranks: int, where: str) -> None:
+    method = f"file://{where}/meeting"
+    together(nranks)
+    with pytest.raises(BootstrapError, match="rank 2 of 3 arrived twice"):
+        pynccl.init(method, rank=rank or 2, world_size=3, timeout=10)
+    with pynccl.init(method, timeout=10) as comm:
+        assert (comm.all_reduce(np.ones(2)) == nranks).all()
+
+
+def test_a_folder_goes_after_a_failure_without_rank_0(tmp_path: Path) -> None:
+    for _ in range(2):
+        testing.run(3, asks_for_another_place_first, str(tmp_path), backend="cpu")
+        assert not (tmp_path / "meeting").exists()
+
+
 # --- the secret ---
 
 
