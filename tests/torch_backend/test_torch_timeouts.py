@@ -89,6 +89,28 @@ def each_way(rank: int, size: int) -> None:
     assert torch.equal(alone.get_future().wait()[0], tensors[-1])
 
 
+def late_messages(rank: int, size: int) -> None:
+    """Ranks 2 and 0 wait for rank 1, as receiver and as sender, over connections that exist."""
+    x = torch.ones(1 << 20)
+    if rank == 1:
+        dist.send(x, 2)
+        dist.recv(x, 0)
+        hear("judged 2")
+        hear("judged 0")
+        dist.send(x, 2)
+        dist.recv(x, 0)
+        return
+    work = dist.irecv(x, 1) if rank else dist.isend(x, 1)
+    assert work is not None
+    work.wait()
+    work = dist.irecv(x, 1) if rank else dist.isend(x, 1)
+    assert work is not None
+    text = error(lambda: work.wait(timedelta(seconds=1)))
+    assert f"on rank {rank} of group '0' (default_pg); it waits for a call of rank 1. " in text, text
+    tell(f"judged {rank}")
+    work.wait(timedelta(seconds=60))
+
+
 def own_times(rank: int, size: int) -> None:
     """A wait with a time-out of its own neither shortens nor lengthens the operation's."""
     x = torch.ones(3)
@@ -166,6 +188,10 @@ def callbacks(rank: int, size: int) -> None:
 
 def test_late_ranks(tmp_path: Path) -> None:
     on_ranks(2, tmp_path, messages, each_way, own_times, callbacks, seconds=SECONDS, timeout=100)
+
+
+def test_late_messages(tmp_path: Path) -> None:
+    on_ranks(3, tmp_path, late_messages, seconds=SECONDS, timeout=100)
 
 
 def in_a_child(rank: int, size: int, path: str) -> None:

@@ -27,8 +27,9 @@ constexpr Milliseconds kLongest = std::chrono::hours(24 * 365);
 
 class Comm {
  public:
-  Comm(ApiPtr api, ncclComm_t handle, Wording wording = nullptr)
-      : api_(std::move(api)), wording_(std::move(wording)), handle_(handle) {}
+  // `members`: the ranks in the group, if they are not all of its ranks.
+  Comm(ApiPtr api, ncclComm_t handle, Wording wording = nullptr, std::vector<int> members = {})
+      : api_(std::move(api)), wording_(std::move(wording)), members_(std::move(members)), handle_(handle) {}
   Comm(const Comm&) = delete;
   ~Comm() {
     if (!home_.foreign()) end(true);
@@ -62,14 +63,14 @@ class Comm {
     return !failed(api_->pyncclCpuIsGone(handle(), rank, &gone)) && gone;
   }
 
-  // The ranks for whose calls an operation waits, as far as the library tells.
+  // The ranks in the group for whose calls an operation waits, as far as the library tells.
   std::vector<int> awaited() const {
     std::lock_guard<std::mutex> lock(mutex_);
     std::vector<int> ranks;
     if (!handle() || !api_->pyncclCpuIsAwaited) return ranks;
     int waits = 0;
     for (int rank = 0; !failed(api_->pyncclCpuIsAwaited(handle(), rank, &waits)); ++rank)
-      if (waits) ranks.push_back(rank);
+      if (waits) ranks.push_back(members_.empty() ? rank : members_[rank]);
     return ranks;
   }
 
@@ -104,6 +105,7 @@ class Comm {
   Home home_;
   ApiPtr api_;
   const Wording wording_;
+  const std::vector<int> members_;
   mutable std::mutex mutex_;
   std::atomic<ncclComm_t> handle_;
 };
@@ -201,12 +203,13 @@ class Attempt : public std::enable_shared_from_this<Attempt> {
   bool await(const OwnStore& store, const std::string& key, Milliseconds slice) const {
     return store.await(key, slice, [this] { return stopped(); });
   }
-  CommPtr init(int size, ncclUniqueId id, int rank, const Wording& wording = nullptr) const {
+  CommPtr init(int size, ncclUniqueId id, int rank, const Wording& wording = nullptr,
+               const std::vector<int>& members = {}) const {
     if (stopped()) return nullptr;
     ncclComm_t handle = nullptr;
     ncclResult_t result = api_->ncclCommInitRank(&handle, size, id, rank);
     api_->check(result, "ncclCommInitRank", handle, wording);
-    auto comm = std::make_shared<Comm>(api_, handle, wording);
+    auto comm = std::make_shared<Comm>(api_, handle, wording, members);
     comm->check_settled(comm->settle(result, [this] { return stopped(); }), "ncclCommInitRank");
     return comm;
   }

@@ -473,7 +473,8 @@ class Messages : public std::enable_shared_from_this<Messages> {
         auto bytes = store->get(key + "sender");
         std::copy(bytes.begin(), bytes.end(), id.internal);
       }
-      return attempt.init(2, id, sends ? 0 : 1, wording);
+      const std::vector<int> pair{sends ? rank : peer, sends ? peer : rank};
+      return attempt.init(2, id, sends ? 0 : 1, wording, pair);
     };
     auto explained = [make, watch = Watch(group_, names_, peer)](Attempt& attempt) mutable {
       try {
