@@ -309,6 +309,9 @@ class Calls:
             raise self.located(error) from error.__cause__
 
     def located(self, error: Exception) -> Exception:
+        if type(error) not in (TypeError, ValueError):
+            # An array library's own, such as JAX's for a traced array, may need other arguments.
+            return error
         return type(error)(f"{error} (rank {self.core.rank} of {self.core.size})")
 
     # --- operations of several calls ---

@@ -35,10 +35,17 @@ def _register() -> Any:
     extension.set_provider(_provider.provide)
     extension.set_allocator(_provider.allocates, _provider.allocate)
     extension.set_meeting(_reconfigure.serve, _reconfigure.join)
-    # Before Python exits: after that, a thread that runs callbacks would end the process.
-    atexit.register(lambda: extension.end_all(lifetime.raised()))
+    atexit.register(_at_exit, extension)
     dist.Backend.register_backend("pynccl", _create, extended_api=True, devices=["cpu", "cuda"])
     return extension
+
+
+def _at_exit(extension: Any) -> None:
+    """End the groups before Python does: after that, a thread that runs callbacks would end the process."""
+    if dist.is_initialized():
+        # Before the other ranks learn of it, and perhaps exit sooner.
+        lifetime.tell_launcher()
+    extension.end_all(lifetime.raised())
 
 
 def _runs_the_command() -> bool:

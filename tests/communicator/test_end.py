@@ -314,6 +314,30 @@ def test_200_programs_that_return_end_well(engine: str, nranks: int, how: str, t
     returns(engine, how, nranks, tmp_path / "returns.py", RUNS)
 
 
+TORCH_FAILS = """
+import atexit, time
+# The ranks that it leaves alone exit in this time.
+atexit.register(time.sleep, 0.5)
+import torch, torch.distributed as dist, pynccl.torch
+dist.init_process_group("pynccl")
+x = torch.ones(3)
+dist.all_reduce(x)
+if dist.get_rank() == 1:
+    raise RuntimeError("the reason")
+atexit.unregister(time.sleep)
+dist.all_reduce(x)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("torch_backend")
+@pytest.mark.timeout(600)
+def test_the_rank_of_a_torch_group_that_failed_first(run_program: Run) -> None:
+    done = run_program(TORCH_FAILS, 3)
+    assert "pynccl run: rank 1 failed first:" in done.stderr, done.stderr
+    assert done.stderr.rstrip().endswith("RuntimeError: the reason"), done.stderr
+
+
 # A rank drops its communicator, a local variable, and goes on with other work.
 DROPS = """
 import sys, time, numpy as np, pynccl

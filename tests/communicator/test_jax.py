@@ -42,6 +42,18 @@ def test_jax(rank: int, nranks: int) -> None:
         np.testing.assert_array_equal(x, np.arange(4, dtype=np.float32) + rank)
 
 
+@on_ranks(1, timeout=100, env={"JAX_PLATFORMS": "cpu"})
+def test_a_call_in_a_traced_function(rank: int, nranks: int) -> None:
+    """JAX says what it thinks of it."""
+    import jax
+    import jax.numpy as jnp
+
+    with pynccl.init(timeout=60) as comm:
+        traced = jax.jit(lambda a: comm.all_reduce(a, np.empty(4, np.float32)))
+        with pytest.raises(TypeError, match="traced array with shape"):
+            traced(jnp.ones(4, jnp.float32))
+
+
 @on_ranks(2, timeout=100, env={"JAX_PLATFORMS": "cpu"})
 def test_deleted_arrays(rank: int, nranks: int) -> None:
     """Name the argument whose memory JAX has given away, whether or not it is the first array of its type."""
