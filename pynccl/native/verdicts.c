@@ -306,12 +306,33 @@ static int64_t pynccl_age_of_news(const pynccl_watch* w) {
   return pynccl_watchdog.awake - oldest;
 }
 
+// Whether the library says that a call of this rank waits for another rank; only the CPU library can tell.
+static int pynccl_awaits(const pynccl_watch* w, int rank) {
+  int awaited = 0;
+  return rank != w->rank && w->handle && !pyncclCpuIsAwaited(w->handle, rank, &awaited) && awaited;
+}
+
+// The ranks with fewer calls, of these those for which a call of this rank waits if there are any. A call
+// that is not counted, such as ncclCommSplit, may be what this rank waits in: then only those that have made
+// no more.
 static void pynccl_add_ranks_behind(const pynccl_watch* w, pynccl_verdict* v) {
+  const uint64_t mine = pynccl_calls_of(w, w->rank);
   uint64_t most = 0;
+  int behind = 0, both = 0;
   for (int r = 0; r < w->size; ++r)
     if (pynccl_calls_of(w, r) > most) most = pynccl_calls_of(w, r);
-  for (int r = 0; r < w->size; ++r)
-    if (pynccl_calls_of(w, r) < most && !w->peers[r].departure && !w->peers[r].hidden) pynccl_add_rank(v, r);
+  for (int r = 0; r < w->size; ++r) {
+    if (w->peers[r].departure || w->peers[r].hidden || pynccl_calls_of(w, r) == most) continue;
+    behind |= r != w->rank;
+    both |= pynccl_awaits(w, r);
+  }
+  const int uncounted = mine < most || !behind;
+  for (int r = 0; r < w->size; ++r) {
+    if (r == w->rank || w->peers[r].departure || w->peers[r].hidden) continue;
+    const uint64_t calls = pynccl_calls_of(w, r);
+    if (uncounted ? calls <= mine && pynccl_awaits(w, r) : calls < most && (!both || pynccl_awaits(w, r)))
+      pynccl_add_rank(v, r);
+  }
 }
 
 void pynccl_explain(const pynccl_watch* w, const char* what, int heard, pynccl_verdict* v) {

@@ -299,6 +299,36 @@ def test_one_verdict_at_the_timeout(after: float) -> None:
         assert outcomes == {("RankFailedError", (1,))}
 
 
+def waits_for_some(rank: int, nranks: int, what: str) -> list[int] | None:
+    comm = pynccl.init(timeout=1.5)
+    x = np.ones(3)
+    together(nranks)
+    ranks = None
+    if rank == 0:
+        with pytest.raises(NcclTimeoutError) as caught:
+            comm.recv(x, 2) if what == "recv" else comm.split(0)
+        ranks = list(caught.value.ranks)
+    elif what == "split, the others all_reduce":
+        with pytest.raises(NcclTimeoutError) as caught:
+            comm.all_reduce(x)
+        ranks = list(caught.value.ranks)
+    together(nranks, "over")
+    comm.abort()
+    return ranks
+
+
+@pytest.mark.parametrize(
+    ("what", "late"),
+    [
+        ("recv", [[2], None, None]),
+        ("split", [[1, 2], None, None]),
+        ("split, the others all_reduce", [[], [], []]),
+    ],
+)
+def test_only_ranks_that_a_call_waits_for_are_late(what: str, late: list[list[int] | None]) -> None:
+    assert run(3, waits_for_some, what, backend="cpu", timeout=40) == late
+
+
 def late(rank: int, nranks: int, how: str, folder: str) -> Outcome:
     together(nranks)
     comm = pynccl.init(timeout=2)
