@@ -27,8 +27,8 @@ from pynccl.bootstrap._keys import FolderKeys, Keys, ObjectKeys, StoreKeys
 from pynccl.bootstrap._preflight import absent
 from pynccl.bootstrap._rounds import meet
 from pynccl.bootstrap._server import StoreServer
-from pynccl.bootstrap._store import Store, StoreLost, format_address, parse_address
-from pynccl.bootstrap._tcp import Host, KnownStore, Place, ask, connect, left, visit
+from pynccl.bootstrap._store import KnownStore, Store, StoreLost, format_address, parse_address
+from pynccl.bootstrap._tcp import Host, Place, ask, connect, left, visit
 
 Open = Callable[[float], AbstractContextManager[Exchange]]
 _EXPECTED = (

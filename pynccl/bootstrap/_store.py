@@ -417,6 +417,12 @@ class PromptStore(Store):
     _prompt = True
 
 
+class KnownStore(PromptStore):
+    """A store that has listened before: the constructor raises StoreLost if it does no longer."""
+
+    _known = True
+
+
 def _bytes(key: str, value: Any) -> bytes:
     if not isinstance(value, bytes | bytearray | memoryview):
         raise TypeError(f"value of {key!r} is {value!r:.100}; expected bytes")

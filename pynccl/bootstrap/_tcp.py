@@ -44,12 +44,6 @@ def left(deadline: float) -> float:
     return max(0.05, deadline - time.monotonic())
 
 
-class KnownStore(PromptStore):
-    """A store that has listened before: the constructor raises StoreLost if it does no longer."""
-
-    _known = True
-
-
 def connect(
     place: Place,
     deadline: float,
