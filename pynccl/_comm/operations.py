@@ -147,7 +147,8 @@ class Operations:
 
         `stream=None` is the current stream of the array's own library. Host arrays have no current stream:
         the call then returns when the result is complete. With a stream the call returns immediately; call
-        `synchronize` before you read the result.
+        `synchronize` before you read the result. `wait=False` returns a `Work` in every case. `config` has
+        the options of this call (ncclAllReduceConfig).
 
         Raises TypeError or ValueError, before anything is called, if an argument is wrong; NcclInvalidUsage
         if the communicator is closed or in use by another thread; CollectiveMismatchError if the ranks made

@@ -22,7 +22,9 @@ def parse_address(text: str) -> tuple[str, int]:
     """Return host and port of "host:port" or "[ipv6]:port"."""
     host, separator, port = check_text(text, "the address", "host:port").rpartition(":")
     digits = port.isascii() and port.isdigit() and len(port) < 6 and int(port) <= 65535
-    if not separator or not digits or host.startswith("[") != host.endswith("]") or not host.isprintable():
+    bracketed = host.startswith("[")
+    wrong = bracketed != host.endswith("]") or "/" in host or not host.isprintable()
+    if not separator or not digits or wrong:
         raise ValueError(f"the address is {shown(text)}; expected host:port, with a port from 0 to 65535")
     return host.removeprefix("[").removesuffix("]"), int(port)
 

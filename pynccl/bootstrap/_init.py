@@ -29,6 +29,8 @@ DEFAULT_TIMEOUT = 300.0
 
 log = logging.getLogger("pynccl")
 
+# The warnings about the environment that this process has logged.
+_warned: set[str] = set()
 # The device that the last init chose for this process.
 _chosen_before: int | None = None
 
@@ -76,8 +78,10 @@ def init(
     launcher = _environment.detect(_environment.variables())
     chosen = _methods.choose(method, rank, world_size, launcher, on_listen)
     if chosen.rank == 0:
-        for warning in (*misspelled(os.environ), *_environment.hidden_ranks(os.environ, launcher)):
+        warnings = {*misspelled(os.environ), *_environment.hidden_ranks(os.environ, launcher)}
+        for warning in sorted(warnings - _warned):
             log.warning("pynccl.init: %s", warning)
+        _warned.update(warnings)
     log.info("pynccl.init: rank %d of %d by %s", chosen.rank, chosen.size, chosen.why)
     local_rank = _local_rank(chosen, launcher)
     if chosen.part and device is None:

@@ -78,6 +78,7 @@ def test_a_callback_that_fails(rank: int, nranks: int) -> None:
     [
         ("tcp://127.0.0.1", {}, "the address is '127.0.0.1'; expected host:port"),
         ("tcp://127.0.0.1:99999", {}, "expected host:port"),
+        ("tcp://tcp://127.0.0.1:5000", {}, "expected host:port"),
         ("tcp://:5000", {}, "expected a host before the port"),
         ("tcp://127.0.0.1:0", {}, "with port 0, rank 0 needs on_listen="),
         ("env", {"on_listen": print}, "on_listen is given; expected None unless method is 'tcp://host:port'"),

@@ -203,7 +203,8 @@ def test_different_settings_are_a_warning() -> None:
 
 
 def test_misspelled_variables_are_a_warning(run_program: Run) -> None:
-    done = run_program("import pynccl; pynccl.init().destroy()", 2, PYNCCL_TIMEOUTS="3", PYNCCL_MINE="1")
+    twice = "import pynccl\nfor _ in range(2): pynccl.init().destroy()"
+    done = run_program(twice, 2, PYNCCL_TIMEOUTS="3", PYNCCL_MINE="1")
     said = "pynccl.init: the variable 'PYNCCL_TIMEOUTS' has no effect: pynccl does not read it; "
     assert done.stderr == f"[0] {said}the nearest name is PYNCCL_TIMEOUT\n"
 
