@@ -332,11 +332,11 @@ def _at_master(
     where = format_address(host, port)
     place, server = _kept.get(where, (None, None))
     home, store = None, None
-    if place is not None:
-        # If nobody listens there, rank 0 has died, or an init has failed there.
-        with suppress(StoreLost):
-            store = connect(place, deadline, rank, size, kind=KnownStore)
     try:
+        if place is not None:
+            # If nobody listens there, rank 0 has died, or an init has failed there.
+            with suppress(StoreLost):
+                store = connect(place, deadline, rank, size, kind=KnownStore)
         if place is None or store is None:
             with _naming(host, source, rank, size):
                 home = Host(host, port, job, deadline) if rank == 0 else None
@@ -355,7 +355,7 @@ def _at_master(
         _kept.pop(where, None)
         if home is not None:
             home.close()
-        elif server is not None:
+        elif server is not None and rank == 0:
             server.close()
         raise
     _kept[where] = place, server
