@@ -9,7 +9,7 @@ from copy import copy
 from typing import Literal
 
 from pynccl import capi
-from pynccl._base.values import is_int, shown
+from pynccl._base.values import check_list, is_int, shown
 from pynccl._comm.core import Core
 from pynccl._comm.create import create
 from pynccl._comm.derive import GROW, SHRINK, ConfigLike, derive, new_child
@@ -38,10 +38,7 @@ def ranks_to_exclude(exclude: object, size: int) -> list[int]:
     """Return the argument of `shrink` as a list of ranks; raise TypeError or ValueError if it is not one."""
     if isinstance(exclude, str | bytes) or not isinstance(exclude, Iterable):
         raise TypeError(f"exclude is {shown(exclude)}; expected a list of ranks")
-    try:
-        ranks = list(exclude)
-    except TypeError:
-        raise TypeError(f"exclude is {shown(exclude)}; expected a list of ranks") from None
+    ranks = check_list(exclude, "exclude", "a list of ranks")
     for rank in ranks:
         if not is_int(rank):
             raise TypeError(

@@ -418,7 +418,7 @@ class PromptStore(Store):
 
 
 class KnownStore(PromptStore):
-    """A store that has listened before: the constructor raises StoreLost if it does no longer."""
+    """A store that has listened before: the constructor raises StoreLost if it no longer does."""
 
     _known = True
 

@@ -309,12 +309,17 @@ static int64_t pynccl_age_of_news(const pynccl_watch* w) {
 // Whether the library says that a call of this rank waits for another rank; only the CPU library can tell.
 static int pynccl_awaits(const pynccl_watch* w, int rank) {
   int awaited = 0;
-  return rank != w->rank && w->handle && !pyncclCpuIsAwaited(w->handle, rank, &awaited) && awaited;
+  return w->handle && !pyncclCpuIsAwaited(w->handle, rank, &awaited) && awaited;
 }
 
-// The ranks with fewer calls, of these those for which a call of this rank waits if there are any. A call
-// that is not counted, such as ncclCommSplit, may be what this rank waits in: then only those that have made
-// no more.
+// Whether a rank may be late: another one that has not closed its communicator, and can be asked.
+static int pynccl_can_be_late(const pynccl_watch* w, int rank) {
+  return rank != w->rank && !w->peers[rank].departure && !w->peers[rank].hidden;
+}
+
+// Add the ranks that are late. They have made fewer calls than others; if this rank waits for some of them,
+// only these are late. This rank may wait in a call that is not counted, such as ncclCommSplit: if it has
+// made fewer calls itself, or nobody has, the ranks are late for which it waits and which have made no more.
 static void pynccl_add_ranks_behind(const pynccl_watch* w, pynccl_verdict* v) {
   const uint64_t mine = pynccl_calls_of(w, w->rank);
   uint64_t most = 0;
@@ -322,13 +327,13 @@ static void pynccl_add_ranks_behind(const pynccl_watch* w, pynccl_verdict* v) {
   for (int r = 0; r < w->size; ++r)
     if (pynccl_calls_of(w, r) > most) most = pynccl_calls_of(w, r);
   for (int r = 0; r < w->size; ++r) {
-    if (w->peers[r].departure || w->peers[r].hidden || pynccl_calls_of(w, r) == most) continue;
-    behind |= r != w->rank;
+    if (!pynccl_can_be_late(w, r) || pynccl_calls_of(w, r) == most) continue;
+    behind = 1;
     both |= pynccl_awaits(w, r);
   }
   const int uncounted = mine < most || !behind;
   for (int r = 0; r < w->size; ++r) {
-    if (r == w->rank || w->peers[r].departure || w->peers[r].hidden) continue;
+    if (!pynccl_can_be_late(w, r)) continue;
     const uint64_t calls = pynccl_calls_of(w, r);
     if (uncounted ? calls <= mine && pynccl_awaits(w, r) : calls < most && (!both || pynccl_awaits(w, r)))
       pynccl_add_rank(v, r);
