@@ -96,12 +96,6 @@ def variables() -> Mapping[str, str]:
     return os.environ if own is None else own
 
 
-def thread_rank() -> str:
-    """Return the RANK of a thread that is a rank of its own; else ""."""
-    own = _own.get()
-    return "" if own is None else own[TORCHRUN.rank]
-
-
 def detect(environ: Mapping[str, str]) -> Launcher:
     """Choose the launcher of this process and return its values."""
     found = [names for names in _LAUNCHERS if (names.sign or names.rank) in environ]

@@ -96,6 +96,8 @@ class Round:
         self.when_joined: Callable[[], None] = lambda: None
         # How a rank has ended, if the launcher has said so; else "".
         self.how_ended: Callable[[int], str] = lambda _: ""
+        # Called on rank 0 with the failure, before its own store closes.
+        self.when_failed: Callable[[bytes], None] = lambda _: None
         # Returns the text about clients that the store of rank 0 refused.
         self.refused: Callable[[], str] = lambda: ""
 
@@ -215,6 +217,8 @@ class Round:
         """On rank 0, keep its own store open until the other ranks have read the failure."""
         if not self.lingers or self.rank != 0:
             return
+        # A rank that is stopped for longer reads this when it goes on.
+        self.when_failed(pack(failure))
         deadline = time.monotonic() + min(seconds, self._left() + _MARGIN)
         try:
             for other in range(1, self._coming):

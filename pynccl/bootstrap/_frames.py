@@ -26,6 +26,8 @@ OPEN, SECURED, REFUSES = b"\0", b"\1", b"\2"
 PURPOSE = b"pynccl store"
 SET, GET, ADD, WAIT, BARRIER, DELETE, WILL = 1, 2, 3, 4, 5, 6, 7
 OK, MISSING, REFUSED = 0, 1, 2
+# The server ends. This status needs no request; the value says why.
+ENDED = 3
 LENGTH, REQUEST = struct.Struct("!I"), struct.Struct("!BH")
 # Bytes of the identity of a client with a will; the identity stays the same when the client reconnects.
 IDENTITY = 16

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from pynccl._errors import BootstrapError, RankFailedError
-from pynccl.bootstrap._store import Store, StoreLost, StoreSilent
+from pynccl.bootstrap._preflight import unpack_failure
+from pynccl.bootstrap._store import Store, StoreEnded, StoreLost, StoreSilent
 
 # Seconds between polls: at first, and at most.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05
@@ -61,6 +62,8 @@ class StoreKeys:
     def _noticing(self) -> Iterator[None]:
         try:
             yield
+        except StoreEnded as error:
+            raise unpack_failure(error.last_word).error() from error
         except StoreLost as error:
             if self.of_rank_0:
                 raise RankFailedError(

@@ -6,10 +6,10 @@ import atexit
 import errno
 import importlib
 import importlib.util
-import itertools
 import os
 import socket
 import sys
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -135,15 +135,38 @@ def _numbers(rank: int | None, world_size: int | None, launcher: Launcher) -> tu
 # --- rendezvous places --------------------------------------------------------------------------------------
 
 Opener = Callable[[int, int], Open]
-# The rounds of each place and of each rank of this process: several calls of init may use one place, and
-# every rank counts them equally.
-_rounds: defaultdict[tuple[str, str], Iterator[int]] = defaultdict(itertools.count)
 # Objects by id(), kept alive so that no other object gets the same id.
 _objects: dict[int, Any] = {}
 
 
-def _rounds_at(place: str) -> Iterator[int]:
-    return _rounds[place, _environment.thread_rank()]
+class _Rounds:
+    """The numbers of the rounds at one place, which every rank counts equally.
+
+    Several calls of init may use one place, and threads of one process may be its ranks. A rank that is new
+    in this process begins behind the rounds that are over.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._last, self._over = threading.Lock(), dict[int, int](), -1
+
+    def of(self, rank: int) -> Iterator[int]:
+        """Yield the numbers of a rank's next rounds."""
+        while True:
+            with self._lock:
+                number = self._last[rank] = max(self._last.get(rank, -1), self._over) + 1
+            yield number
+
+    @contextmanager
+    def during(self, number: int) -> Iterator[None]:
+        """Count a round as over at the end of the block."""
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._over = max(self._over, number)
+
+
+_rounds: defaultdict[str, _Rounds] = defaultdict(_Rounds)
 
 
 def _place(method: Any, on_listen: Callable[[str], object] | None) -> tuple[str, Opener | None]:
@@ -212,7 +235,7 @@ def _by_environment(rank: int, size: int, launcher: Launcher) -> tuple[str, Open
             f"{_mpi_note(launcher)}"
         )
     where = format_address(*at)
-    if where not in _kept and (store := _torch_store(rank, size)) is not None:
+    if (where, rank) not in _kept and (store := _torch_store(rank, size)) is not None:
         # torch already listens at MASTER_PORT.
         keys = ObjectKeys(store, "torch.distributed's store", "pynccl/")
         return f", through {keys.where}", _opener(_through, lambda _: keys, _identity(store), True), at[0]
@@ -235,14 +258,16 @@ def _through(
     keys: Callable[[float], Keys], name: str, lingers: bool, rank: int, size: int, deadline: float
 ) -> Iterator[Exchange]:
     """Open an exchange through an existing folder or object."""
-    found, rounds = keys(deadline), _rounds_at(name)
-    number = next(rounds)
+    found, rounds = keys(deadline), _rounds[name]
+    numbers = rounds.of(rank)
+    number = next(numbers)
     # A rank that comes late, or was started again, joins the others where they are.
     newest = found.newest() if isinstance(found, FolderKeys) else -1
     while number < newest:
-        number = next(rounds)
+        number = next(numbers)
     try:
-        yield Round(found, str(number), rank, size, deadline, lingers=lingers)
+        with rounds.during(number):
+            yield Round(found, str(number), rank, size, deadline, lingers=lingers)
     finally:
         found.withdraw()
 
@@ -251,12 +276,14 @@ def _through(
 def _at_store(address: str, name: str, rank: int, size: int, deadline: float) -> Iterator[Exchange]:
     """Open an exchange through an existing pynccl store."""
     with connect(Place(address), deadline, rank, size, "cannot take part") as store:
-        rounds = _rounds_at(name)
-        meeting = Round(StoreKeys(store), str(next(rounds)), rank, size, deadline, later=rounds)
+        numbers = _rounds[name].of(rank)
+        number = next(numbers)
+        meeting = Round(StoreKeys(store), str(number), rank, size, deadline, later=numbers)
         launcher = _environment.detect(_environment.variables())
         if (rank, size) == (launcher.rank, launcher.size):
             meeting.how_ended = lambda other: _value(store, exit_key(other))
-        yield meeting
+        with _rounds[name].during(number):
+            yield meeting
 
 
 def _value(store: Store, key: str) -> str:
@@ -284,6 +311,7 @@ def _at_address(
             on_listen(f"tcp://{home.entry.address}")
         with connect(home.place, deadline, rank, size) as store:
             meeting = Round(StoreKeys(store, home.where), "0", rank, size, deadline, lingers=True)
+            meeting.when_failed = home.server.end_with
             meeting.when_joined, meeting.refused = home.entry.close, home.refused
             yield meeting
         home.wait_until_left()
@@ -291,9 +319,9 @@ def _at_address(
         home.close()
 
 
-# The stores that were found through MASTER_PORT, by its address, with the server on rank 0. Later calls do
-# not connect to MASTER_PORT, which torch may use by then.
-_kept: dict[str, tuple[Place, StoreServer | None]] = {}
+# The stores that were found through MASTER_PORT, by its address and this rank, with the server on rank 0.
+# Later calls do not connect to MASTER_PORT, which torch may use by then.
+_kept: dict[tuple[str, int], tuple[Place, StoreServer | None]] = {}
 
 
 def _forget() -> None:
@@ -330,7 +358,7 @@ def _at_master(
 ) -> Iterator[Exchange]:
     """Open an exchange: the first through MASTER_PORT, later ones through the store that was found there."""
     where = format_address(host, port)
-    place, server = _kept.get(where, (None, None))
+    place, server = _kept.get((where, rank), (None, None))
     home, store = None, None
     try:
         if place is not None:
@@ -344,21 +372,25 @@ def _at_master(
             server = None if home is None else home.server
             store = connect(place, deadline, rank, size)
         with visit(store, place, rank):
-            name = str(next(_rounds_at(f"{place.address} {place.job}")))
+            rounds = _rounds[f"{place.address} {place.job}"]
+            number = next(rounds.of(rank))
             keys = StoreKeys(store, where if home is None else home.where, of_rank_0=True)
-            meeting = Round(keys, name, rank, size, deadline, lingers=server is not None)
+            meeting = Round(keys, str(number), rank, size, deadline, lingers=server is not None)
+            if server is not None:
+                meeting.when_failed = server.end_with
             if home is not None:
                 meeting.when_joined, meeting.refused = home.entry.close, home.refused
-            yield meeting
+            with rounds.during(number):
+                yield meeting
     except BaseException:
         # The ranks meet at MASTER_PORT again: a rank that was started anew knows no other place.
-        _kept.pop(where, None)
+        _kept.pop((where, rank), None)
         if home is not None:
             home.close()
         elif server is not None and rank == 0:
             server.close()
         raise
-    _kept[where] = place, server
+    _kept[where, rank] = place, server
 
 
 # --- torch's stores: only torch implements their protocol ---------------------------------------------------

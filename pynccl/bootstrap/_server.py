@@ -172,6 +172,7 @@ class StoreServer:
         self._poll.register(self._listener, _READ)
         self._poll.register(self._wake, _READ)
         self._pid = os.getpid()
+        self._last_word = b""
         self._closing = threading.Lock()
         self._open = True
         _servers.add(self)
@@ -188,6 +189,10 @@ class StoreServer:
         deadline = time.monotonic() + timeout
         while len(self._connections) > len(self._pending) and time.monotonic() < deadline:
             time.sleep(0.005)
+
+    def end_with(self, last_word: bytes) -> None:
+        """Have the clients told why the server closes, when it does."""
+        self._last_word = last_word
 
     def close(self) -> None:
         """End the thread and every connection; no effect if repeated or in a forked child."""
@@ -218,6 +223,9 @@ class StoreServer:
         # First, so that a client which has lost its connection cannot reach this store again.
         self._listener.close()
         for connection in list(self._connections.values()):
+            if self._last_word and connection not in self._pending:
+                with suppress(OSError, ValueError):
+                    self._answer(connection, f.ENDED, self._last_word)
             connection.sock.close()
         self._poll.close()
         self._connections.clear()

@@ -57,6 +57,14 @@ class StoreLost(BootstrapError):
     """Report that the connection to the store ended, most likely with the store's process."""
 
 
+class StoreEnded(StoreLost):
+    """Report that the store's process has closed it; `last_word` says why."""
+
+    def __init__(self, text: str, last_word: bytes) -> None:
+        super().__init__(text)
+        self.last_word = last_word
+
+
 class StoreSilent(BootstrapError):
     """Report that the store has not answered in time; its process may only be suspended."""
 
@@ -127,6 +135,10 @@ class Connection:
         """Send a request, after the answer to an abandoned request has arrived."""
         if self.owed:
             self.answer(deadline)
+        if self._came:
+            # Only the last word of the server comes without a request: it is the answer.
+            self.owed = True
+            return
         if self._session is not None:
             frame = self._session.outgoing.seal(frame)
         if len(frame) > _FITS:
@@ -135,23 +147,32 @@ class Connection:
             self.sock.sendall(f.LENGTH.pack(len(frame)) + frame)
         except BlockingIOError as error:
             raise _Silent("it did not accept the request in time") from error
+        except ConnectionError:
+            # The server has ended. `answer` reads its last word, or raises the same error.
+            pass
         self.owed = True
 
     def answer(self, deadline: float) -> tuple[int, bytes]:
-        """Return status and value of the answer to the request."""
-        data, end = self._came, f.LENGTH.size
-        while len(data) < end:
-            # No other data can follow the answer, since the next request has not been sent.
-            data = self._came = data + self._receive(f.LENGTH.size + f.MAX_SEALED, deadline)
-            if len(data) >= f.LENGTH.size:
-                end = f.LENGTH.size + f.LENGTH.unpack_from(data)[0]
-        if not f.LENGTH.size < end == len(data):
-            raise ValueError(f"a frame has {len(data)} bytes; expected {end}")
-        self._came, self.owed, self.accepted = b"", False, True
-        body = data[f.LENGTH.size :]
+        """Return status and value of the answer; raise StoreEnded with the last word of the server."""
+        while len(self._came) < (end := self._end()):
+            self._came += self._receive(f.LENGTH.size + f.MAX_SEALED, deadline)
+        # Only the server's last word can follow the answer, since the next request has not been sent.
+        body, self._came = self._came[f.LENGTH.size : end], self._came[end:]
+        self.owed, self.accepted = False, True
         if self._session is not None:
             body = self._session.incoming.open(body)
+        if body[0] == f.ENDED:
+            raise StoreEnded("the store was closed by its process", body[1:])
         return body[0], body[1:]
+
+    def _end(self) -> int:
+        """Return the bytes up to the end of the next frame, or of its length field."""
+        if len(self._came) < f.LENGTH.size:
+            return f.LENGTH.size
+        (size,) = f.LENGTH.unpack_from(self._came)
+        if not 0 < size <= f.MAX_SEALED:
+            raise ValueError(f"a frame has {size} bytes; expected 1 to {f.MAX_SEALED}")
+        return f.LENGTH.size + int(size)
 
     def _receive(self, most: int, deadline: float) -> bytes:
         """Return the next bytes, at least one."""

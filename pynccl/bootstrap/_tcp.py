@@ -12,7 +12,6 @@ import json
 import secrets
 import socket
 import time
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
@@ -99,9 +98,12 @@ class Host:
 
     def __init__(self, host: str, port: int, job: str, deadline: float) -> None:
         self.entry = _listen(StoreServer, host, port, None, deadline)
-        self.server: StoreServer | None = None
         try:
             self.server = _listen(_JobStore, host, 0, secrets.token_hex(16), deadline)
+        except BaseException:
+            self.entry.close()
+            raise
+        try:
             self.place = Place(self.server.address, self.server.job)
             self.where = f"{self.entry.address}{_loopback_note(host, deadline)}"
             with PromptStore(self.entry.address, timeout=left(deadline)) as store:
@@ -112,21 +114,19 @@ class Host:
 
     def refused(self) -> str:
         """Return a text about the clients that the stores refused, as the end of an error's text."""
-        found = self.entry.refused + (Counter() if self.server is None else self.server.refused)
+        found = self.entry.refused + self.server.refused
         if not found:
             return ""
         return f"; refused: {', '.join(f'{count} {who}' for who, count in sorted(found.items()))}"
 
     def wait_until_left(self) -> None:
         """Wait until the other ranks have read the last values and left."""
-        if self.server is not None:
-            self.server.wait_until_left(_LEAVE_SECONDS)
+        self.server.wait_until_left(_LEAVE_SECONDS)
 
     def close(self) -> None:
         """Close both stores."""
         self.entry.close()
-        if self.server is not None:
-            self.server.close()
+        self.server.close()
 
 
 def _loopback_note(host: str, deadline: float) -> str:

@@ -126,6 +126,37 @@ def test_a_store_that_is_stopped(tmp_path: Path) -> None:
         ), text
 
 
+def is_stopped_while_rank_0_gives_up(rank: int, nranks: int, kind: str, folder: str, port: int) -> str:
+    method = method_of(kind, folder, port)
+    Path(folder, str(rank)).write_text(str(os.getpid()))
+    if rank == 0:
+        text = fails_in_time(method, 3)
+        Path(folder, "rank 0 has given up").touch()
+        return text
+    if rank == 1:
+        return fails_in_time(method, 3, grace=60)
+    time.sleep(1.5)
+    pid = int(Path(folder, "1").read_text())
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        until(Path(folder, "rank 0 has given up").exists)
+        # Its store is closed soon after.
+        time.sleep(1)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    return ""
+
+
+@pytest.mark.parametrize("kind", ["master", pytest.param("tcp", marks=pytest.mark.slow)])
+def test_a_rank_that_is_stopped_while_rank_0_gives_up(kind: str, tmp_path: Path) -> None:
+    """It does not take the end of rank 0's store for the end of rank 0."""
+    texts = testing.run(
+        3, is_stopped_while_rank_0_gives_up, kind, str(tmp_path), free_port(), backend="cpu", timeout=60
+    )
+    for text in texts[:2]:
+        assert text.startswith("BootstrapError: ") and "ranks that never arrived: 2 (1 of 3)" in text, texts
+
+
 def never_comes(rank: int, nranks: int, kind: str, where: str, port: int, absent: int) -> str:
     with store() as meeting:
         meeting.barrier("begin", nranks)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import pynccl
+from meeting import free_port
 from pynccl import testing
 
 
@@ -31,6 +32,36 @@ def reduce_twice(rank: int, nranks: int, method: str | None) -> tuple[int, int, 
             sums.append(float(comm.all_reduce(np.full(3, rank + 1.0))[0]))
             comm.barrier()
     return comm.size, os.getpid(), sums[0], sums[1]
+
+
+def threads_without_a_launcher(rank: int, nranks: int, kind: str, where: str, port: int) -> list[float]:
+    if kind == "master":
+        for name in ("PYNCCL_STORE", "RANK", "WORLD_SIZE"):
+            os.environ.pop(name, None)
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    method = {"tcp": f"tcp://127.0.0.1:{port}", "file": f"file://{where}/meeting"}.get(kind)
+    sums = [0.0, 0.0]
+
+    def take_part(own: int) -> None:
+        for turn in range(2):
+            with pynccl.init(method, rank=2 * rank + own, world_size=4, timeout=20) as comm:
+                sums[own] += float(comm.all_reduce(np.full(3, comm.rank + 10.0**turn))[0])
+
+    threads = [threading.Thread(target=take_part, args=(own,)) for own in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return sums
+
+
+@pytest.mark.parametrize("kind", ["master", "tcp", "file", "pynccl run"])
+def test_threads_of_a_program_are_ranks(kind: str, tmp_path: Path) -> None:
+    """Two processes with two ranks each meet twice."""
+    found = testing.run(
+        2, threads_without_a_launcher, kind, str(tmp_path), free_port(), backend="cpu", timeout=60
+    )
+    assert found == [[6 + 4 + 6 + 40.0] * 2] * 2
 
 
 def reduce_once(rank: int, nranks: int, timeout: float | None) -> float:
