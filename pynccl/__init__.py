@@ -133,13 +133,16 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__, *_MODULES})
 
 
-def __getattr__(name: str) -> object:
-    if place := _PLACE.get(name):
-        value = globals()[name] = getattr(_importlib.import_module(place), name)
-        return value
-    if name in _MODULES:
-        return _importlib.import_module(f"pynccl.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{_meant(name)}")
+# mypy must see wrong names.
+if not _typing.TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        if place := _PLACE.get(name):
+            value = globals()[name] = getattr(_importlib.import_module(place), name)
+            return value
+        if name in _MODULES:
+            return _importlib.import_module(f"pynccl.{name}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{_meant(name)}")
 
 
 # Names of other libraries' modules that are no communicator's.

@@ -18,11 +18,14 @@ __all__ = ["Store", "StoreServer", "encrypt_nccl", "init"]
 _PLACES = {"Store": "_store", "StoreServer": "_server", "encrypt_nccl": "_encryption", "init": "_init"}
 
 
-def __getattr__(name: str) -> object:
-    if name not in _PLACES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(_importlib.import_module(f"{__name__}.{_PLACES[name]}"), name)
-    return value
+# mypy must see wrong names.
+if not _typing.TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        if name not in _PLACES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = globals()[name] = getattr(_importlib.import_module(f"{__name__}.{_PLACES[name]}"), name)
+        return value
 
 
 def __dir__() -> list[str]:

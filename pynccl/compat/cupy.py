@@ -19,7 +19,7 @@ import sys
 import threading
 from collections.abc import Callable
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pynccl import _errors as _base
 from pynccl import capi
@@ -88,14 +88,16 @@ _NAMES = {
 available: bool
 
 
-def __getattr__(name: str) -> Any:
-    if name == "available":
-        try:
-            _load()
-        except _base.LibraryNotFoundError:
-            return False
-        return True
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        if name == "available":
+            try:
+                _load()
+            except _base.LibraryNotFoundError:
+                return False
+            return True
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 _stand_in = _StandIn("cupy.cuda.nccl", __name__)

@@ -116,6 +116,8 @@ def life(comm: Communicator, uid: UniqueId) -> None:
 
 def wrong(comm: Communicator, x: F32) -> None:
     comm.all_reduce()  # E
+    pynccl.COMM_WORLD  # E
+    pynccl.bootstrap.init_process_group  # E
     comm.all_reduce(x, op=1.5)  # E
     comm.all_reduce(x, x, "sum", None, {})  # E
     comm.all_reduce(x, strem=3)  # E
