@@ -10,12 +10,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from pynccl._errors import BootstrapError, RankFailedError
 from pynccl.bootstrap._preflight import unpack_failure
 from pynccl.bootstrap._store import Store, StoreEnded, StoreLost, StoreSilent
 
+R = TypeVar("R")
 # Seconds between polls: at first, and at most.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05
 # The file of an arrival, with the number of its round.
@@ -214,10 +215,8 @@ class FolderKeys(_Unnoticed):
     def __init__(self, path: str) -> None:
         self.path = Path(path)
         self.where = f"file://{path}"
-        try:
+        with self._naming("cannot be created or used as a folder"):
             found = self._make()
-        except OSError as error:
-            raise BootstrapError(f"{self.where} cannot be created or used as a folder: {error}") from error
         # If all users can write to the parent folder, another user may have created this one.
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
             raise BootstrapError(
@@ -248,22 +247,25 @@ class FolderKeys(_Unnoticed):
 
         self._write(write)
 
-    def _write(self, write: Callable[[], None]) -> None:
+    @contextmanager
+    def _naming(self, what: str) -> Iterator[None]:
         try:
+            yield
+        except OSError as error:
+            raise BootstrapError(f"{self.where} {what}: {error}") from error
+
+    def _write(self, write: Callable[[], R]) -> R:
+        with self._naming("did not accept a value"):
             try:
-                write()
+                return write()
             except FileNotFoundError:
                 # Rank 0 has just removed the folder of the previous round.
                 self._make()
-                write()
-        except FileExistsError:
-            raise
-        except OSError as error:
-            raise BootstrapError(f"{self.where} did not accept a value: {error}") from error
+                return write()
 
     def look(self, name: str) -> bytes | None:
         """Return a value, or None if it is not set."""
-        with suppress(FileNotFoundError):
+        with self._naming("cannot be read"), suppress(FileNotFoundError):
             # Listing the folder makes a network file system refresh its cache.
             os.scandir(self.path).close()
             return self._file(name).read_bytes()
@@ -275,12 +277,15 @@ class FolderKeys(_Unnoticed):
 
     def claim(self, name: str) -> bool:
         """Return True for the first process that claims the name, else False."""
-        flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY
-        try:
-            self._write(lambda: os.close(os.open(self._file(name), flags, 0o600)))
-        except FileExistsError:
-            return False
-        return True
+
+        def create() -> bool:
+            try:
+                os.close(os.open(self._file(name), os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+            except FileExistsError:
+                return False
+            return True
+
+        return self._write(create)
 
     def remove(self, prefix: str, names: Iterable[str]) -> None:
         """Remove the files of a round, and the folder if it is then empty."""

@@ -15,7 +15,7 @@ import pytest
 import pynccl
 from init_methods import Plain, meet
 from launchers import forget_the_launcher, logged
-from meeting import free_port, together
+from meeting import free_port, together, until
 from pynccl import BootstrapError, testing
 from pynccl.bootstrap import Store
 from pynccl.bootstrap._keys import FolderKeys
@@ -192,6 +192,23 @@ def test_folders_that_are_no_meeting_place(tmp_path: Path) -> None:
             pynccl.init(f"file://{tmp_path}/{name}", rank=0, world_size=2, timeout=1)
     with pytest.raises(BootstrapError):
         pynccl.init(f"file://{tmp_path}/link", rank=0, world_size=2, timeout=1)
+
+
+@on_ranks(1)
+def test_a_folder_that_becomes_a_file(rank: int, nranks: int, tmp_path: Path) -> None:
+    """While the rank waits."""
+    folder = tmp_path / "meeting"
+
+    def replace() -> None:
+        until(lambda: list(folder.glob("*arrival*")))
+        folder.rename(tmp_path / "elsewhere")
+        folder.touch()
+
+    replacing = threading.Thread(target=replace)
+    replacing.start()
+    with pytest.raises(BootstrapError, match=r"meeting cannot be read: .*Not a directory"):
+        pynccl.init(f"file://{folder}", rank=0, world_size=2, timeout=20)
+    replacing.join()
 
 
 def test_a_folder_that_goes_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
