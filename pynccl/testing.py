@@ -24,6 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from pynccl._base.hints import hints_keywords
 from pynccl._base.timeouts import check_timeout
 from pynccl._base.values import rank_list, shown
 from pynccl._comm import lifetime
@@ -90,6 +91,7 @@ class RankTimeout(RankError, TimeoutError):
     """Ranks of `run` were still running at the time-out, and were killed."""
 
 
+@hints_keywords
 def run(
     nranks: int,
     fn: Callable[..., Any],

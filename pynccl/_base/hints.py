@@ -79,26 +79,37 @@ _OTHER_KEYWORDS = {
     "comm": ("method",),
     "dest": ("peer", "root"),
     "dst": ("peer", "root"),
+    "func": ("fn",),
+    "gatherlist": ("recv, one array for the parts of all ranks",),
     "deviceid": ("device",),
     "initmethod": ("method",),
     "input": ("send",),
+    "inputlist": ("send, one array for the parts of all ranks",),
+    "inputtensorlist": ("send, one array for the parts of all ranks",),
     "inputtensor": ("send",),
     "localrank": ("device",),
-    "nprocs": ("world_size",),
+    "ndev": ("devices",),
+    "nprocs": ("nranks", "world_size"),
     "nranks": ("world_size",),
     "out": ("recv",),
     "output": ("recv",),
+    "outputlist": ("recv, one array for the parts of all ranks",),
+    "outputtensorlist": ("recv, one array for the parts of all ranks",),
     "outputtensor": ("recv",),
-    "ranks": ("exclude, the ranks to leave out",),
+    "ranks": ("exclude, the ranks to leave out", "color: ranks with the same color form a communicator"),
     "recvbuf": ("recv", "buf"),
     "reduceop": ("op",),
+    "scatterlist": ("send, one array for the parts of all ranks",),
     "sendbuf": ("send", "buf"),
-    "size": ("world_size",),
+    "size": ("nranks", "world_size"),
     "source": ("peer", "root"),
     "src": ("peer", "root"),
+    "target": ("fn",),
     "tensor": ("send", "buf"),
+    "tensorlist": ("recv, one array for the parts of all ranks",),
     "timeout": ("pynccl.init(timeout=...)",),
     "url": ("method",),
+    "worldsize": ("nranks",),
 }
 # What there is instead of keywords that no method has.
 _INSTEAD = {
@@ -167,7 +178,7 @@ def hints_keywords(function: Callable[P, R]) -> Callable[P, R]:
         for name in kwargs.keys() - has.keys():
             hint = _about_keyword(name, has)
             raise TypeError(
-                f"{function.__name__}() got an unexpected keyword argument {name!r}{hint and f'; {hint}'}"
+                f"{function.__qualname__}() got an unexpected keyword argument {name!r}{hint and f'; {hint}'}"
             )
         return function(*args, **kwargs)
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from pynccl import capi
 from pynccl._arrays.buffers import Array
-from pynccl._base.hints import Hinting, add_hint
+from pynccl._base.hints import Hinting, add_hint, hints_keywords
 from pynccl._base.timeouts import check_timeout
 from pynccl._base.values import INT, MOST_DEVICES, check_int, check_list, refuse_copy, shown
 from pynccl._comm import create, derive, end, lifetime, recovery
@@ -263,6 +263,7 @@ class Communicator(Operations, Hinting):
     def split(self, color: None, key: int = 0, *, config: ConfigLike = None) -> None: ...
     @overload
     def split(self, color: int | None, key: int = 0, *, config: ConfigLike = None) -> Communicator | None: ...
+    @hints_keywords
     def split(self, color: int | None, key: int = 0, *, config: ConfigLike = None) -> Communicator | None:
         """Make a communicator of the ranks with the same color, ordered by key (ncclCommSplit, NCCL >= 2.18).
 
@@ -273,6 +274,7 @@ class Communicator(Operations, Hinting):
         child = derive.split(self._core, color, key, config)
         return None if child is None else self._of(child)
 
+    @hints_keywords
     def shrink(
         self,
         exclude: Iterable[int],
@@ -305,6 +307,7 @@ class Communicator(Operations, Hinting):
         """
         return recovery.unique_id_to_grow(self._core)
 
+    @hints_keywords
     def grow(
         self, nranks: int, unique_id: UniqueId | bytes | None = None, *, config: ConfigLike = None
     ) -> Communicator:
@@ -421,6 +424,7 @@ def _require_place(nranks: int, rank: int) -> None:
         raise ValueError(f"rank is {rank} and nranks {nranks}; expected 0 <= rank < nranks")
 
 
+@hints_keywords
 def init_all(devices: int | Sequence[int], *, timeout: float | None = None) -> list[Communicator]:
     """Make a communicator with one rank for each device of this process (ncclCommInitAll); return the ranks.
 

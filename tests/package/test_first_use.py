@@ -235,6 +235,11 @@ KEYWORDS: list[tuple[Callable[[Any, Any], object], str]] = [
     (lambda comm, x: pynccl.init(backend="nccl"), "'backend'; PYNCCL_LIBRARY selects "),  # type: ignore[call-arg]
     (lambda comm, x: pynccl.init(nonsense=1), "'nonsense'"),  # type: ignore[call-arg]
     (lambda comm, x: comm.shrink(ranks=[0]), "'ranks'; pynccl's name is exclude, the"),
+    (lambda comm, x: comm.split(ranks=[0]), "'ranks'; pynccl's name is color: ranks with"),
+    (lambda comm, x: comm.grow(size=2), "'size'; pynccl's name is nranks"),
+    (lambda comm, x: comm.all_gather(tensor_list=[x]), "'tensor_list'; pynccl's name is recv, one array"),
+    (lambda comm, x: pynccl.init_all(ndev=2), "'ndev'; pynccl's name is devices"),  # type: ignore[call-arg]
+    (lambda comm, x: run(nprocs=2, fn=len), "'nprocs'; pynccl's name is nranks"),  # type: ignore[call-arg]
     (lambda comm, x: comm.all_reduce(x, timeout=3), "'timeout'; pynccl's name is pynccl.init(timeout=...)"),
 ]
 
