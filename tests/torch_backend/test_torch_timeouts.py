@@ -144,10 +144,10 @@ def messages(rank: int, size: int) -> None:
     began = time.monotonic()
     batch = [dist.P2POp(dist.irecv, parts[3], 1, tag=4), dist.P2POp(dist.irecv, parts[4], 1, tag=5)]
     begun: list[tuple[Any, str]] = [
-        (dist.irecv(parts[0], 1, tag=1), verdict("recv", "")),
+        (dist.irecv(parts[0], 1, tag=1), verdict("recv")),
         (dist.irecv(parts[1], tag=2), verdict("recvAnySource", "")),
-        (group.recv([parts[2]], 0, 3), verdict("recv", "")),
-        (dist.batch_isend_irecv(batch)[0], verdict("recv", "")),
+        (group.recv([parts[2]], 0, 3), verdict("recv", "; it waits for a call of rank 0")),
+        (dist.batch_isend_irecv(batch)[0], verdict("recv")),
     ]
     works, texts = zip(*begun, strict=True)
     futures = [work.get_future() for work in works]

@@ -62,6 +62,7 @@ WorkPtr Backend::point_to_point(OpType type, const at::Tensor& tensor, int peer,
   task->post = std::move(call.post);
   task->kept = std::move(call.kept);
   task->source.store(sends ? -1 : peer);
+  task->peer = peer;
   auto begin = [=] {
     sends ? mail->send(task, data, peer, tag, Pace::Soon) : mail->receive(task, data, peer, tag, Pace::Soon);
   };

@@ -361,7 +361,9 @@ class Queue final : public Runner {
 
 inline std::string Task::missing() const {
   const CommPtr comm = runner ? runner->comm() : comm_;
-  const std::vector<int> ranks = comm ? comm->awaited() : std::vector<int>();
+  std::vector<int> ranks = comm ? comm->awaited() : std::vector<int>();
+  // Without a connection the library does not know of a message.
+  if (ranks.empty() && peer >= 0) ranks = {peer};
   if (ranks.empty()) return "";
   return c10::str(ranks.size() > 1 ? "; it waits for calls of ranks " : "; it waits for a call of rank ",
                   c10::Join(", ", ranks));

@@ -48,6 +48,7 @@ class Task {
   Clock::time_point deadline = Clock::time_point::max();
   Milliseconds timeout{};
   std::atomic<int> source{-1};
+  int peer = -1;  // of a message to or from one rank
   // On the CPU library; both are set before another thread sees the task. A receive from any source has no
   // runner.
   std::function<ncclResult_t(const Api&, ncclComm_t, cudaStream_t)> issue;
