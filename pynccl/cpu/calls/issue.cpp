@@ -80,6 +80,12 @@ struct Prepared {
     nodes.emplace_back(stream, stream->nodes_for(std::move(node)));
   }
 
+  ncclResult_t check() const {
+    for (const Batch& b : launch->batches)
+      if (ncclResult_t r = check_messages_to_itself(b.p2p, b.comm->rank); r != ncclSuccess) return r;
+    return ncclSuccess;
+  }
+
   void queue() noexcept {
     for (Batch& b : launch->batches) {
       b.ticket = b.comm->turns.take();
@@ -127,6 +133,8 @@ ncclResult_t issue(Submissions calls) {
       prepared.emplace_back(*calls.first);
     else
       for (const Cluster& c : cluster(calls)) prepared.emplace_back(c);
+    for (const Prepared& p : prepared)
+      if (ncclResult_t r = p.check(); r != ncclSuccess) return r;
     for (const Submission& call : calls) call.comm->issued_on(call.stream);
     for (Prepared& p : prepared) p.queue();
     for (const Submission& call : calls) {

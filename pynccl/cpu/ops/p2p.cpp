@@ -5,7 +5,7 @@
 
 namespace pncpu {
 
-Step P2p::start(const std::vector<Op>& ops) {
+void P2p::start(const std::vector<Op>& ops) {
   peers_.resize(size_t(context_.nranks));
   left_ = ops.size();
   for (Peer& peer : peers_)
@@ -19,28 +19,35 @@ Step P2p::start(const std::vector<Op>& ops) {
     Peer& peer = peers_[size_t(op.root)];
     (op.func == Func::Send ? peer.out : peer.in).ops.push_back(&op);
   }
-  return ops.empty() ? Step::Done : start_self(peers_[size_t(context_.rank)]);
+  if (!ops.empty()) start_self(peers_[size_t(context_.rank)]);
 }
 
-// As in NCCL, messages to the rank itself must match within the group.
-Step P2p::start_self(Peer& self) {
-  size_t sends = self.out.ops.size(), recvs = self.in.ops.size();
-  if (sends == 0 && recvs == 0) return Step::Done;
-  std::string me = "rank " + std::to_string(context_.rank);
-  if (sends != recvs)
-    return context_.fail(ncclInvalidUsage, me + " issued " + std::to_string(sends) + " sends to itself and " +
-                                               std::to_string(recvs) +
-                                               " receives from itself in one group: they must pair up");
-  for (size_t i = 0; i < sends; ++i) {
-    const Op &s = *self.out.ops[i], &r = *self.in.ops[i];
+ncclResult_t check_messages_to_itself(const std::vector<Op>& ops, int rank) {
+  std::vector<const Op*> sends, recvs;
+  for (const Op& op : ops)
+    if (op.root == rank) (op.func == Func::Send ? sends : recvs).push_back(&op);
+  if (sends.size() != recvs.size())
+    return fail(
+        ncclInvalidUsage,
+        "rank %d issued %zu sends to itself and %zu receives from itself in one group: they must pair up",
+        rank, sends.size(), recvs.size());
+  for (size_t i = 0; i < sends.size(); ++i) {
+    const Op &s = *sends[i], &r = *recvs[i];
     if (s.count != r.count || s.dtype != r.dtype)
-      return context_.fail(ncclInvalidUsage, me + " sends itself " + header_of(s, 0).str() +
-                                                 " and receives " + header_of(r, 0).str());
+      return fail(ncclInvalidUsage, "rank %d sends itself %s and receives %s", rank,
+                  header_of(s, 0).str().c_str(), header_of(r, 0).str().c_str());
+  }
+  return ncclSuccess;
+}
+
+void P2p::start_self(Peer& self) {
+  size_t messages = self.out.ops.size();
+  for (size_t i = 0; i < messages; ++i) {
+    const Op &s = *self.out.ops[i], &r = *self.in.ops[i];
     if (s.bytes()) memmove(r.recv, s.send, s.bytes());
   }
-  left_ -= 2 * sends;
-  self.out.at = self.in.at = sends;
-  return Step::Done;
+  left_ -= 2 * messages;
+  self.out.at = self.in.at = messages;
 }
 
 Step P2p::step() {

@@ -7,10 +7,14 @@
 
 namespace pncpu {
 
+// As in NCCL, the messages of a group from a rank to itself must match. This sees them before they are
+// issued, so the communicator stays usable.
+ncclResult_t check_messages_to_itself(const std::vector<Op>& ops, int rank);
+
 class P2p {
  public:
   explicit P2p(const Context& context) : context_(context) {}
-  Step start(const std::vector<Op>& ops);
+  void start(const std::vector<Op>& ops);
   Step step();
   bool done() const { return left_ == 0; }
   struct Front {
@@ -42,7 +46,7 @@ class P2p {
     uint64_t lent = 0;  // messages that the peer reads directly
     uint64_t sender_address = 0;
   };
-  Step start_self(Peer& self);
+  void start_self(Peer& self);
   Step advance(Lane& lane, Step step);
   Step step_send(int p, Peer& peer);
   Step step_recv(int p, Peer& peer);
