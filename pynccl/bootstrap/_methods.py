@@ -359,23 +359,31 @@ def _at_master(
     """Open an exchange: the first through MASTER_PORT, later ones through the store that was found there."""
     where = format_address(host, port)
     place, server = _kept.get((where, rank), (None, None))
-    home, store = None, None
+    home, store, at = None, None, where
     try:
         if place is not None:
+            at = f"{place.address}, the store of an earlier init"
             # If nobody listens there, rank 0 has died, or an init has failed there.
             with suppress(StoreLost):
                 store = connect(place, deadline, rank, size, kind=KnownStore)
         if place is None or store is None:
+            at = where
             with _naming(host, source, rank, size):
                 home = Host(host, port, job, deadline) if rank == 0 else None
                 place = ask(host, port, job, deadline, rank, size) if home is None else home.place
             server = None if home is None else home.server
             store = connect(place, deadline, rank, size)
+        elif server is not None:
+            # A rank that was started again knows MASTER_PORT alone. torch may listen there by now.
+            with suppress(BootstrapError):
+                home = Host(host, port, job, deadline, server)
         with visit(store, place, rank):
             rounds = _rounds[f"{place.address} {place.job}"]
-            number = next(rounds.of(rank))
-            keys = StoreKeys(store, where if home is None else home.where, of_rank_0=True)
-            meeting = Round(keys, str(number), rank, size, deadline, lingers=server is not None)
+            numbers = rounds.of(rank)
+            number = next(numbers)
+            keys = StoreKeys(store, at if home is None else home.where, of_rank_0=True)
+            lingers = server is not None
+            meeting = Round(keys, str(number), rank, size, deadline, lingers=lingers, later=numbers)
             if server is not None:
                 meeting.when_failed = server.end_with
             if home is not None:

@@ -76,7 +76,7 @@ def visit(store: Store, place: Place, rank: int) -> Iterator[Store]:
 
 
 class _JobStore(StoreServer):
-    """The store that an entry names; the entry store has already warned about a missing secret."""
+    """A store of a job whose first entry store has already warned about a missing secret."""
 
     warns = False
 
@@ -94,12 +94,14 @@ def _listen(kind: type[StoreServer], host: str, port: int, job: str | None, dead
 
 
 class Host:
-    """Rank 0's side: the entry store and the job's store."""
+    """Rank 0's side: the entry store and the job's store, which may be that of an earlier call."""
 
-    def __init__(self, host: str, port: int, job: str, deadline: float) -> None:
-        self.entry = _listen(StoreServer, host, port, None, deadline)
+    def __init__(
+        self, host: str, port: int, job: str, deadline: float, server: StoreServer | None = None
+    ) -> None:
+        self.entry = _listen(StoreServer if server is None else _JobStore, host, port, None, deadline)
         try:
-            self.server = _listen(_JobStore, host, 0, secrets.token_hex(16), deadline)
+            self.server = server or _listen(_JobStore, host, 0, secrets.token_hex(16), deadline)
         except BaseException:
             self.entry.close()
             raise

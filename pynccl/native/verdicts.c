@@ -320,7 +320,8 @@ static int pynccl_can_be_late(const pynccl_watch* w, int rank) {
 // Add the ranks that are late. They have made fewer calls than others; if this rank waits for some of them,
 // only these are late. This rank may wait in a call that is not counted, such as ncclCommSplit: if it has
 // made fewer calls itself, or nobody has, the ranks are late for which it waits and which have made no more.
-static void pynccl_add_ranks_behind(const pynccl_watch* w, pynccl_verdict* v) {
+// Returns whether it waits in such a call.
+static int pynccl_add_ranks_behind(const pynccl_watch* w, pynccl_verdict* v) {
   const uint64_t mine = pynccl_calls_of(w, w->rank);
   uint64_t most = 0;
   int behind = 0, both = 0;
@@ -337,6 +338,18 @@ static void pynccl_add_ranks_behind(const pynccl_watch* w, pynccl_verdict* v) {
     const uint64_t calls = pynccl_calls_of(w, r);
     if (uncounted ? calls <= mine && pynccl_awaits(w, r) : calls < most && (!both || pynccl_awaits(w, r)))
       pynccl_add_rank(v, r);
+  }
+  return uncounted;
+}
+
+// Add the ranks of the verdict to its text.
+static void pynccl_say_awaited(pynccl_verdict* v) {
+  pynccl_say(v->text, sizeof v->text, "; it waits for rank%s ", v->count == 1 ? "" : "s");
+  for (int i = 0, end; i < v->count; i = end) {
+    for (end = i + 1; end < v->count && v->ranks[end] == v->ranks[end - 1] + 1; ++end) {
+    }
+    if (i) pynccl_say(v->text, sizeof v->text, ", ");
+    pynccl_say_ranks(v->text, sizeof v->text, v->ranks[i], v->ranks[end - 1] + 1);
   }
 }
 
@@ -358,7 +371,8 @@ void pynccl_explain(const pynccl_watch* w, const char* what, int heard, pynccl_v
   int connected = 0;
   for (int r = 0; r < w->size; ++r) connected += pynccl_takes_part(w, r) || w->peers[r].departure;
   if (v->count || !connected) return;
-  pynccl_add_ranks_behind(w, v);
+  // The counts that follow do not show for which ranks such a call waits.
+  if (pynccl_add_ranks_behind(w, v) && v->count) pynccl_say_awaited(v);
   int hidden = 0;
   for (int r = 0; r < w->size; ++r) hidden |= w->peers[r].hidden;
   pynccl_say(v->text, sizeof v->text, "; all ranks%s respond, and ", hidden ? " that can be asked" : "");

@@ -263,7 +263,7 @@ def test_retries_until_a_late_rank_comes(kind: str, late: int, tmp_path: Path) -
 
 
 def started_anew(
-    rank: int, nranks: int, kind: str, where: str, port: int, victim: int
+    rank: int, nranks: int, kind: str, where: str, port: int, victim: int, timeout: float
 ) -> tuple[int, list[str]]:
     method, met = method_of(kind, where, port), Path(where, "met")
     if rank == victim and not (child := os.fork()):
@@ -281,7 +281,12 @@ def started_anew(
         with pytest.raises(pynccl.RankFailedError):
             comm.all_reduce(np.ones(2))
         comm.abort()
-    return init_until_all_have_come(method, 2)
+        Path(where, "again").touch()
+    if timeout > 10 and rank == victim:
+        # The others wait already.
+        until(Path(where, "again").exists)
+        time.sleep(0.5)
+    return init_until_all_have_come(method, timeout)
 
 
 # The last would need an object of its own for the new set of processes.
@@ -290,9 +295,16 @@ def started_anew(
 def test_a_rank_that_is_started_anew(kind: str, victim: int, tmp_path: Path) -> None:
     """Its process knows nothing of the round in which the others are."""
     results = testing.run(
-        2, started_anew, kind, str(tmp_path), free_port(), victim, backend="cpu", timeout=60
+        2, started_anew, kind, str(tmp_path), free_port(), victim, 2, backend="cpu", timeout=60
     )
     assert [total for total, _ in results] == [2, 2], results
+
+
+@pytest.mark.parametrize("kind", METHODS[:-1])
+def test_a_rank_that_is_started_anew_meets_those_that_wait(kind: str, tmp_path: Path) -> None:
+    """Before their time-out passes."""
+    results = testing.run(2, started_anew, kind, str(tmp_path), free_port(), 1, 30, backend="cpu", timeout=60)
+    assert results == [(2, []), (2, [])]
 
 
 def asks_for_another_place_first(rank: int, nranks: int, where: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import signal
 import threading
 import time
@@ -306,8 +307,10 @@ def waits_for_some(rank: int, nranks: int, what: str) -> list[int] | None:
     ranks = None
     if rank == 0:
         with pytest.raises(NcclTimeoutError) as caught:
-            comm.recv(x, 2) if what == "recv" else comm.split(0)
+            {"recv": lambda: comm.recv(x, 2), "finalize": comm.finalize}.get(what, lambda: comm.split(0))()
         ranks = list(caught.value.ranks)
+        waits = re.search(r"; it waits for ranks? ([0-9-]+); all ranks respond", str(caught.value))
+        assert (waits and waits[1]) == ("1-2" if what in ("finalize", "split") else None), caught.value
     elif what == "split, the others all_reduce":
         with pytest.raises(NcclTimeoutError) as caught:
             comm.all_reduce(x)
@@ -322,6 +325,7 @@ def waits_for_some(rank: int, nranks: int, what: str) -> list[int] | None:
     [
         ("recv", [[2], None, None]),
         ("split", [[1, 2], None, None]),
+        ("finalize", [[1, 2], None, None]),
         ("split, the others all_reduce", [[], [], []]),
     ],
 )

@@ -664,7 +664,7 @@ ncclResult_t pyncclCpuIsGone(ncclComm_t comm, int rank, int* gone) {
 
 ncclResult_t pyncclCpuIsAwaited(ncclComm_t comm, int rank, int* awaited) {
   return ask_of("pyncclCpuIsAwaited", "awaited", comm, rank, awaited, [&](Comm& c) {
-    return int(per_process<Deadlocks>().awaits(c, rank) || c.session.awaits(rank));
+    return int(per_process<Deadlocks>().awaits(c, rank) || c.session.awaits(rank) || c.awaits_leaving(rank));
   });
 }
 

@@ -537,15 +537,25 @@ void Comm::await_echo(Deadline deadline) {
   session.changed.wait_until(lock, deadline, [&] { return echoed_ || error() != ncclSuccess; });
 }
 
+// One thread may finalize the ranks of its process one after another. So nobody waits for them, and they wait
+// for nobody.
+bool Comm::has_to_await(int q) { return q != rank && !shares_process(rank) && !shares_process(q); }
+
+bool Comm::awaits_leaving(int q) {
+  if (!finalizes_.load() || comm_state.phase.load() != Phase::Finalizing || !has_to_await(q)) return false;
+  std::lock_guard<std::mutex> lock(session.mutex);
+  return !peer(q).left;
+}
+
 ncclResult_t Comm::await_leaving() {
   Deadline deadline = after_seconds(param_seconds("PYNCCL_CPU_INIT_TIMEOUT"));
   await_echo(deadline);
+  finalizes_.store(true);
   for (int q = 0; q < nranks; ++q) {
     if (q == rank) continue;
     Peer& p = peer(q);
-    // One thread may finalize the ranks of its process one after another. So nobody waits for them, and they
-    // wait for nobody. The last rank compares with all.
-    bool waits = !shares_process(rank) && !shares_process(q);
+    // Of ranks that share a process the last one compares with all.
+    bool waits = has_to_await(q);
     std::unique_lock<std::mutex> lock(session.mutex);
     if (!p.left && !waits) continue;
     bool came = session.changed.wait_until(lock, deadline, [&] { return p.left || error() != ncclSuccess; });

@@ -138,6 +138,7 @@ struct Comm final : Sink, Session::Owner, std::enable_shared_from_this<Comm> {
   void open();  // from now on the end of a connection is a death
   ncclResult_t announce_leaving();
   ncclResult_t await_leaving();
+  bool awaits_leaving(int q);  // its finalization waits for that of a rank
   // Waits until every issued call has ended. Like every wait it runs the work of the newest stream.
   ncclResult_t drain(Deadline deadline);
   void issued_on(const std::shared_ptr<Stream>& stream);  // under the issue lock
@@ -185,6 +186,7 @@ struct Comm final : Sink, Session::Owner, std::enable_shared_from_this<Comm> {
   // This communicator or one that it is derived from, if it has heard of a failure.
   std::shared_ptr<Comm> that_heard();
   bool shares_process(int q);
+  bool has_to_await(int q);
   const Token& process_of(int q);
   void await_echo(Deadline deadline);
   void error_told(int from, const Blob& body);
@@ -214,7 +216,8 @@ struct Comm final : Sink, Session::Owner, std::enable_shared_from_this<Comm> {
   std::weak_ptr<Comm> parent_;                 // set before the creation
   alignas(kCacheLine) Doorbell own_bell_;
   std::atomic<Stream*> newest_{nullptr};
-  bool echoed_ = false;  // under session.mutex: this rank's own Leaving frame has arrived
+  std::atomic<bool> finalizes_{false};  // it waits for the other ranks' finalization
+  bool echoed_ = false;                 // under session.mutex: this rank's own Leaving frame has arrived
   const int creator_ = this_caller().thread;
   std::atomic<int> calling_thread_{0};
   std::weak_ptr<Stream> newest_owner_;  // under session.mutex
