@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -284,6 +285,42 @@ def test_messages_with_a_dead_rank_that_had_the_store() -> None:
     for rank, message in zip((1, 2), results[1:], strict=True):
         assert f"connecting with rank 0 for messages on rank {rank}" in message
         assert "rank 0" in message.partition("default_pg): ")[2]
+
+
+def leaving(rank: int, size: int, store: str, how: str) -> None:
+    """Rank 2 leaves without an error, then rank 1; the others learn that their messages never come."""
+    start(rank, size, store, seconds=60)
+    if how != "without a collective":
+        dist.barrier()
+    if rank == 2:
+        if how == "destroys":
+            dist.destroy_process_group()
+        # Its process ends with this function.
+        return
+    x = torch.ones(100_000)
+    forms: list[Callable[[], Any]] = [
+        lambda: dist.recv(x, 2),
+        lambda: dist.send(x, 2),
+        lambda: dist.batch_isend_irecv([dist.P2POp(dist.irecv, x, 2)])[0].wait(),
+    ]
+    for form in forms:
+        with pytest.raises(
+            dist.DistBackendError, match=r"with rank 2 .* on rank [01] .*: it has left the group"
+        ):
+            form()
+    if rank == 0:
+        with pytest.raises(
+            dist.DistBackendError, match="with rank [12] .* on rank 0 .*: it has left the group"
+        ):
+            dist.recv(x)
+        with pytest.raises(dist.DistBackendError, match="it has left the group"):
+            dist.recv(x)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("how", ["destroys", "ends", "without a collective"])
+def test_messages_with_a_rank_that_has_left(tmp_path: Path, how: str) -> None:
+    at_store(3, leaving, tmp_path, how, timeout=50)
 
 
 def mismatched(rank: int, size: int, store: str) -> str:

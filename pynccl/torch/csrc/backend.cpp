@@ -11,7 +11,7 @@ decltype(join) join;
 
 namespace {
 
-constexpr Milliseconds kEndSeconds{5000};
+constexpr Milliseconds kEndSeconds{5000}, kLeaveSeconds{500};
 
 // Runs a blocking call in a separate thread, so that signals and the time limit work. An abandoned call keeps
 // its captured objects alive.
@@ -563,6 +563,13 @@ void Backend::end(bool abort) {
     messages = messages_;
     for (auto& lane : lanes)
       if (lane->attempt) lane->attempt->stop();
+  }
+  try {
+    // Over the store's open connection: a new one to a store that has ended takes long to fail. Another
+    // thread may be using it.
+    if (size_ > 1)
+      bounded([store = store_, rank = rank_] { Leavers::add(*store, rank); }, kLeaveSeconds, "", false);
+  } catch (const std::exception&) {  // the store has ended, and the ranks that wait in it notice that
   }
   const auto why = shut_down();
   auto close = [lanes, messages, why, abort] {

@@ -122,6 +122,7 @@ class OwnStore {
     }
   }
   c10d::Store* operator->() const { return store_.get(); }
+  c10d::Store& operator*() const { return *store_; }
 
   // Waits until the key exists or `stopped`. torch logs every slice that times out.
   bool await(const std::string& key, Milliseconds slice, const std::function<bool()>& stopped) const {

@@ -16,6 +16,7 @@ namespace pynccl {
 constexpr int kAnySource = -1;
 // On the store; torch counts its milliseconds in an int.
 constexpr Milliseconds kLongWait = std::chrono::hours(24);
+constexpr Milliseconds kLookForLeavers{500};
 
 // How errors name this rank and others. `global` are the global ranks; empty: use the group's own.
 struct Names {
@@ -45,6 +46,22 @@ struct Names {
   }
 };
 
+// The ranks that have left a group say so in its store: a rank that leaves without an error ends no
+// communicator of those that never exchanged a message with it.
+class Leavers {
+ public:
+  static void add(c10d::Store& store, int rank) {
+    store.set(key(rank), std::vector<uint8_t>{1});
+    store.add(kCount, 1);
+  }
+  static bool has(c10d::Store& store, int rank) { return store.check({key(rank)}); }
+  static int64_t count(c10d::Store& store) { return store.add(kCount, 0); }
+
+ private:
+  static std::string key(int rank) { return c10::str("pynccl/left/", rank); }
+  static constexpr const char* kCount = "pynccl/left";
+};
+
 // Watches a peer while this rank waits for its connection: only the group's communicator notices its death.
 class Watch {
  public:
@@ -60,6 +77,24 @@ class Watch {
     if (!since_) since_ = Clock::now();
     if (comm->is_gone(peer_) || Clock::now() - *since_ > kGrace)
       C10_THROW_ERROR(DistBackendError, title_ + trouble);
+  }
+
+  // Waits for a key that the peer sets. False: the attempt was stopped.
+  bool await(c10d::Store& store, const std::string& key, const Attempt& attempt) {
+    // A store connection can wait for only one key.
+    for (auto pause = std::chrono::microseconds(50); !attempt.stopped(); pause += pause / 4) {
+      check();
+      // It may have set the key before it left.
+      const bool left = Leavers::has(store, peer_);
+      if (store.check({key})) return !attempt.stopped();
+      if (left)
+        C10_THROW_ERROR(DistBackendError, title_ +
+                                              "it has left the group: its program has ended, or it "
+                                              "has destroyed the group");
+      pause = std::min<std::chrono::microseconds>(pause, Milliseconds(200));
+      std::this_thread::sleep_for(pause);
+    }
+    return false;
   }
 
   // After another error: a store that died with the peer is lost a moment before the death is known.
@@ -466,10 +501,10 @@ class Messages : public std::enable_shared_from_this<Messages> {
         // For receivers from any source.
         const auto number = store->add(senders_to(peer), 1);
         store->set(c10::str(senders_to(peer), "/", number), std::to_string(rank));
-        if (!await(store, key + "receiver", attempt, watch)) return nullptr;
+        if (!watch.await(*store, key + "receiver", attempt)) return nullptr;
       } else {
         store->set(key + "receiver", std::vector<uint8_t>{1});
-        if (!await(store, key + "sender", attempt, watch)) return nullptr;
+        if (!watch.await(*store, key + "sender", attempt)) return nullptr;
         auto bytes = store->get(key + "sender");
         std::copy(bytes.begin(), bytes.end(), id.internal);
       }
@@ -508,17 +543,6 @@ class Messages : public std::enable_shared_from_this<Messages> {
     return own.get();
   }
 
-  // A store connection can wait for only one key.
-  static bool await(const OwnStore& store, const std::string& key, const Attempt& attempt, Watch& watch) {
-    for (auto pause = std::chrono::microseconds(50); !attempt.stopped(); pause += pause / 4) {
-      watch.check();
-      if (store->check({key})) return !attempt.stopped();
-      pause = std::min<std::chrono::microseconds>(pause, Milliseconds(200));
-      std::this_thread::sleep_for(pause);
-    }
-    return false;
-  }
-
   static std::string senders_to(int rank) { return c10::str("pynccl/p2p/to/", rank); }
 
   // Opens inboxes as senders come, from the first receive from any source on.
@@ -542,6 +566,27 @@ class Messages : public std::enable_shared_from_this<Messages> {
       } catch (...) {  // the store is gone: no new sender can connect
       }
     }).detach();
+    std::thread([self = shared_from_this()] {
+      try {
+        self->look_for_leavers();
+      } catch (...) {  // the store is gone
+      }
+    }).detach();
+  }
+
+  // A receive from any source fails when all other ranks have left. The inbox of such a rank finds out
+  // whether a message is still to come.
+  void look_for_leavers() {
+    OwnStore store(store_);
+    std::set<int> left;
+    for (; !closed(); std::this_thread::sleep_for(kLookForLeavers)) {
+      if (!mail_->wanted(kAnySource) || Leavers::count(*store) == int64_t(left.size())) continue;
+      for (int rank = 0; rank < names_.size; ++rank) {
+        if (rank == rank_ || left.count(rank) || !Leavers::has(*store, rank)) continue;
+        left.insert(rank);
+        inbox(rank)->look(Pace::Now);
+      }
+    }
   }
 
   bool closed() {
