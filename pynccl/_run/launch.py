@@ -450,7 +450,8 @@ class _Launcher:
         if self.first not in failed or self.errors[self.first].failed_at == float("inf"):
             return
         first = min(failed, key=lambda rank: (self._left_at(rank), self.errors[rank].failed_at))
-        self._say(f"rank {first} failed first:")
+        # Another rank may have been faster to exit, and its code is the launcher's.
+        self._say(f"rank {first} {'failed' if first == self.first else 'raised its exception'} first:")
         for line in self.errors[first].traceback().splitlines():
             write_all(sys.stderr.fileno(), b"[%d] %s\n" % (first, line))
 

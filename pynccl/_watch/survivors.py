@@ -36,6 +36,11 @@ _ABORTS_TOO: Any = lib.PYNCCL_ABORTS_TOO
 _GOES_ON: Any = lib.PYNCCL_GOES_ON
 _ENDS: Any = lib.PYNCCL_ENDS
 _DEPARTURE: Any = lib.PYNCCL_DEPARTURE
+_DEPARTED = {
+    lib.PYNCCL_CLOSES: "closed it",
+    _ENDS: "left without closing it",
+    lib.PYNCCL_ABORTS_FIRST: "aborted it",
+}
 
 
 class Survivors:
@@ -410,8 +415,10 @@ class Survivors:
                 size=self.size,
             )
         fates = self._fates()
-        ended = all(fates[r] & _DEPARTURE == _ENDS for r in ranks_in(gone))
-        why = "left without closing it" if ended else f"cannot be reached by all of {_ranks(left)}"
+        departures = {fates[r] & _DEPARTURE for r in ranks_in(gone)}
+        every = "all of " if left & (left - 1) else ""
+        why = _DEPARTED.get(departures.pop()) if len(departures) == 1 else None
+        why = why or f"cannot be reached by {every}{_ranks(left)}"
         return self._failure(
             f"{self.doing} the communicator: {_ranks(gone)} {why}",
             gone,

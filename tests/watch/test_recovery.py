@@ -422,6 +422,30 @@ def test_abort_inside_a_shrink(ends: bool) -> None:
     run(3, aborts_meanwhile, ends, backend="cpu", timeout=50)
 
 
+def closes_meanwhile(rank: int, nranks: int, how: str) -> str:
+    comm = pynccl.init(timeout=15)
+    comm.barrier()
+    if rank == 1:
+        # Nothing tells this rank that the other one has begun to shrink.
+        time.sleep(1)
+        getattr(comm, how)()
+    text = ""
+    if rank == 0:
+        with pytest.raises(RankFailedError) as caught:
+            comm.shrink(exclude=[2])
+        assert caught.value.ranks == [1]
+        text = str(caught.value)
+    together(nranks)
+    comm.abort()
+    return text
+
+
+@pytest.mark.parametrize(("how", "why"), [("destroy", "closed it"), ("abort", "aborted")])
+def test_a_rank_closes_its_communicator_and_does_not_shrink(how: str, why: str) -> None:
+    text = run(3, closes_meanwhile, how, backend="cpu", timeout=50)[0]
+    assert re.search(f"rank 1 {why}", text) and "cannot be reached" not in text, text
+
+
 def dies_while_all_are_well(rank: int, nranks: int, where: str) -> list[int]:
     """A rank dies inside a shrink that excludes a healthy one; the others go on without the dead one."""
     comm = pynccl.init(timeout=15)

@@ -629,11 +629,13 @@ intrusive_ptr<c10d::Backend> Backend::split(const intrusive_ptr<c10d::Store>& st
 // The ranks meet first, under the time-out: ncclCommSplit has none.
 void Backend::split_lane(Lane& lane, const std::vector<int>& ranks, int rank, Backend* made) {
   auto flag = at::zeros({1}, at::TensorOptions(at::kByte).device(lane.device));
-  launch(all_reduce_call(flag, ReduceOp(ReduceOp::MAX)), kOfTheGroup, Pace::Awaited)->wait();
+  Call meeting = all_reduce_call(flag, ReduceOp(ReduceOp::MAX));
+  meeting.name = "split_group";
+  launch(std::move(meeting), kOfTheGroup, Pace::Awaited)->wait();
   const int color = rank < 0 ? NCCL_SPLIT_NOCOLOR : *std::min_element(ranks.begin(), ranks.end());
   auto handle = std::make_shared<ncclComm_t>();
   Call call;
-  call.name = "split", call.device = lane.device;
+  call.name = "split_group", call.device = lane.device;
   call.issue = [=](const Api& api, ncclComm_t comm, cudaStream_t) {
     return api.ncclCommSplit(comm, color, std::max(rank, 0), handle.get(), nullptr);
   };

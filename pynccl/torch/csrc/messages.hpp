@@ -185,8 +185,10 @@ class Mail {
   static std::exception_ptr hand_over(const Message& message) {
     try {
       const size_t expected = message.target.nbytes();
-      TORCH_CHECK(message.header.size == expected, "recv: the tensor has ", expected,
-                  " bytes, but the message that was sent has ", message.header.size);
+      if (message.header.size != expected)
+        C10_THROW_ERROR(DistBackendError, c10::str("pynccl: recv: the tensor has ", expected,
+                                                   " bytes, but the message of rank ", message.source,
+                                                   " has ", message.header.size));
       if (message.buffer.defined() && expected)
         std::memcpy(message.target.data_ptr(), message.buffer.data_ptr(), expected);
     } catch (...) {
