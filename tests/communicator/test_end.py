@@ -414,7 +414,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("how", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize("how", ["fork", "spawn", pytest.param("forkserver", marks=pytest.mark.slow)])
 def test_processes_of_multiprocessing_end_well(how: str, script: Script) -> None:
     """They end without atexit where they were forked."""
     environment = {**os.environ, "PYNCCL_LIBRARY": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)}

@@ -422,6 +422,7 @@ def deadlocks(rank: int, nranks: int) -> str:
     return ""
 
 
+@pytest.mark.slow
 def test_deadlocks_without_a_time_out() -> None:
     said = run(2 * len(DEADLOCKS + NO_DEADLOCKS), deadlocks, backend="cpu", timeout=60)
     found = said[: 2 * len(DEADLOCKS)]

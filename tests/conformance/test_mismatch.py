@@ -306,7 +306,7 @@ def shrinks_differ(rank: Rank, excluded: list[list[int] | None], how: str) -> li
     return results
 
 
-@pytest.mark.parametrize("how", ["healthy", "revoked", "abort"])
+@pytest.mark.parametrize("how", [pytest.param("healthy", marks=pytest.mark.slow), "revoked", "abort"])
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_ranks_exclude_different_ranks(pool: Pool, transport: str, how: str) -> None:
     """Rank 3 is kept by rank 0 alone: it cannot see the difference itself."""

@@ -253,6 +253,7 @@ def test_a_new_launcher_takes_part_in_the_restart(start: Start) -> None:
         assert launcher.returncode == 0, errors
 
 
+@pytest.mark.slow
 def test_a_new_launcher_comes_before_the_restart(start: Start) -> None:
     """The ranks of node 0 take some seconds to end."""
     store, options = here(), ("-n", "2", "--restarts", "2")

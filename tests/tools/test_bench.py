@@ -234,6 +234,7 @@ def late_library(tmp_path_factory: pytest.TempPathFactory) -> str:
     return library_with(tmp_path_factory.mktemp("late"), sleep)
 
 
+@pytest.mark.slow
 def test_whose_time_is_reported(late_library: str) -> None:
     """-a: the first rank's, the mean, the least, the most."""
     args = ("all_reduce", "-b", "400", "-e", "400", "-n", "1", "-w", "0")

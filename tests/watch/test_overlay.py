@@ -102,6 +102,7 @@ def stops(rank: int, nranks: int, victim: int) -> tuple[list[int], str, list[int
     return error.ranks, str(error), left
 
 
+@pytest.mark.slow
 def test_all_name_a_stopped_rank() -> None:
     results = run(8, stops, 3, backend="cpu", check=False, env=SPARSE, timeout=60)
     for rank in (0, 1, 2, 4, 5, 6, 7):
