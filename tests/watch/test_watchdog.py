@@ -705,3 +705,25 @@ def dropped(rank: int, nranks: int) -> bool:
 
 def test_a_communicator_that_is_dropped_while_it_is_watched() -> None:
     assert run(1, dropped, backend="cpu", timeout=30) == [True]
+
+
+def aborts_while_it_waits(rank: int, nranks: int) -> str:
+    """Rank 2 is missing; rank 0 has no time-out, and another thread aborts."""
+    comm = pynccl.init()
+    together(nranks)
+    text = ""
+    if rank == 0:
+        threading.Timer(1, comm.abort).start()
+    if rank < 2:
+        with pytest.raises(NcclError) as caught:
+            comm.all_reduce(np.ones(3))
+        text = str(caught.value)
+    together(nranks, "over")
+    comm.abort()
+    return text
+
+
+def test_an_abort_tells_for_whom_the_rank_waited() -> None:
+    first, second, _ = run(3, aborts_while_it_waits, backend="cpu", timeout=40)
+    why = "rank 0 aborted its communicator: rank 0 waits in AllReduce(count 3, float64, sum) #1 for rank 2"
+    assert why in first and f"rank 0 reports: {why}" in second, (first, second)

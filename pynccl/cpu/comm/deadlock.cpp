@@ -107,6 +107,20 @@ bool Deadlocks::awaits(const Comm& comm, int peer) {
   return false;
 }
 
+std::string Deadlocks::doing(const Comm& comm) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (auto& [launch, at] : blocked_)
+    for (const Wait& wait : at.waits) {
+      if (wait.comm.get() != &comm || wait.doing.empty() || wait.needs.empty()) continue;
+      std::set<int> peers;
+      for (const Need& need : wait.needs) peers.insert(need.peer);
+      std::string text = wait.doing + (peers.size() > 1 ? " for ranks " : " for rank ");
+      for (int peer : peers) text += (peer == *peers.begin() ? "" : ", ") + std::to_string(peer);
+      return text;
+    }
+  return "";
+}
+
 void Deadlocks::blocked(Blocker launch, std::vector<Wait> waits, double seconds) {
   look(launch, std::move(waits), seconds, false);
 }

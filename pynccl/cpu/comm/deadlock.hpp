@@ -55,6 +55,8 @@ class Deadlocks {
   void meets(Blocker meeting, Wait wait, double seconds);
   void moved(Blocker blocker);
   bool awaits(const Comm& comm, int peer);
+  // "rank 0 waits in AllReduce(...) #1 for rank 2", or "" if no call has waited for long.
+  std::string doing(const Comm& comm);
   // Control frames from a peer, in the service's thread.
   void probed(Comm& comm, int from, const Blob& body);
   void cycle_found(Comm& comm, const Blob& body);

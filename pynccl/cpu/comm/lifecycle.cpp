@@ -363,11 +363,16 @@ ncclResult_t Ending::run() {
 
 void Ending::cut_short() {
   Comm& comm = *comm_;
+  char text[512];
+  int length = snprintf(text, sizeof text, "rank %d aborted its communicator", comm.rank);
+  try {
+    const std::string doing = per_process<Deadlocks>().doing(comm);
+    if (!doing.empty()) snprintf(text + length, sizeof text - size_t(length), ": %s", doing.c_str());
+  } catch (const std::bad_alloc&) {  // without the reason
+  }
   comm.session.stop();
   comm.stop_children();
   if (!comm.session.left.load() || comm.comm_state.phase.load() != Phase::Finalized) {
-    char text[64];
-    snprintf(text, sizeof text, "rank %d aborted its communicator", comm.rank);
     // Peers must hear the cause before this rank's connection ends, or they would report this rank.
     if (comm.stop_calls(text))
       comm.tell(ncclRemoteError, text);
