@@ -104,7 +104,8 @@ class Comm(Persistent):
         self, mpi: MPI.Comm = MPI.COMM_WORLD, *, nccl: Communicator | None = None, **options: Any
     ) -> None:
         if not isinstance(mpi, MPI.Comm) or mpi == MPI.COMM_NULL or mpi.Is_inter():
-            raise TypeError(f"mpi is {shown(mpi)}; expected an mpi4py intracommunicator")
+            given = "MPI.COMM_NULL" if mpi == MPI.COMM_NULL else shown(mpi)
+            raise TypeError(f"mpi is {given}; expected an mpi4py intracommunicator")
         self._options = options
         self._over(mpi, init(mpi, **options) if nccl is None else nccl)
 

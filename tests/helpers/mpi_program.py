@@ -163,6 +163,7 @@ def scans_of_small_floats(comm: Any) -> None:
 def refusals(comm: Any) -> None:
     device, host, other = as_cupy(np.zeros(2 * SIZE)), np.zeros(SIZE), as_cupy(np.zeros(2 * SIZE))
     short, complexes = as_cupy(np.zeros(SIZE, np.int16)), as_cupy(np.zeros(SIZE, np.complex64))
+    singles = as_cupy(np.zeros(SIZE, np.float32))
     long, fixed = Interface(np.zeros(SIZE, np.longdouble)), Interface(np.zeros(SIZE))
     fixed.__cuda_array_interface__["data"] = (fixed.data.ctypes.data, True)
     n = 2 * SIZE
@@ -207,7 +208,7 @@ def refusals(comm: Any) -> None:
         (TypeError, "buf has 3 for its datatype", lambda: comm.Bcast([device, 1, 3])),
         (TypeError, "recvcounts is None", lambda: comm.Reduce_scatter(MPI.IN_PLACE, device)),
         (TypeError, "mpi is 3", lambda: Comm(3)),  # type: ignore[arg-type]
-        (TypeError, "mpi is ", lambda: Comm(MPI.COMM_NULL)),
+        (TypeError, "mpi is MPI.COMM_NULL; expected", lambda: Comm(MPI.COMM_NULL)),
         (ValueError, "DATATYPE_NULL", lambda: comm.Bcast([device, 1, MPI.DATATYPE_NULL])),
         (ValueError, "buf has 5 items", lambda: comm.Bcast([device, 1, 2, MPI.DOUBLE, 3])),
         (ValueError, "buf has bytes 0 to", lambda: comm.Bcast([device, n + 1])),
@@ -222,6 +223,7 @@ def refusals(comm: Any) -> None:
             lambda: comm.Allgather([device, 1], [other, 8, MPI.BYTE]),
         ),
         (ValueError, "sendbuf has 8 bytes", lambda: comm.Allgather([device, 1], other)),
+        (ValueError, "sendbuf has float64; .* float32", lambda: comm.Allreduce([device, SIZE], singles)),
         (ValueError, "recvbuf is read-only", lambda: comm.Allgatherv(MPI.IN_PLACE, fixed)),
         (ValueError, "recvbuf has bytes", lambda: comm.Allgatherv(device, [other, [n + 1] * SIZE])),
         (ValueError, "the counts of recvbuf has", lambda: comm.Allgatherv(device, [other, [1] * (SIZE + 1)])),
