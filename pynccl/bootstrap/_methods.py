@@ -9,7 +9,6 @@ import importlib.util
 import os
 import socket
 import sys
-import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -147,13 +146,12 @@ class _Rounds:
     """
 
     def __init__(self) -> None:
-        self._lock, self._last, self._over = threading.Lock(), dict[int, int](), -1
+        self._last, self._over = dict[int, int](), -1
 
     def of(self, rank: int) -> Iterator[int]:
         """Yield the numbers of a rank's next rounds."""
         while True:
-            with self._lock:
-                number = self._last[rank] = max(self._last.get(rank, -1), self._over) + 1
+            number = self._last[rank] = max(self._last.get(rank, -1), self._over) + 1
             yield number
 
     @contextmanager
@@ -162,8 +160,7 @@ class _Rounds:
         try:
             yield
         finally:
-            with self._lock:
-                self._over = max(self._over, number)
+            self._over = max(self._over, number)
 
 
 _rounds: defaultdict[str, _Rounds] = defaultdict(_Rounds)

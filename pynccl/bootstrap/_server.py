@@ -666,6 +666,8 @@ def _in_child() -> None:
     """Close a forked child's copies of the sockets, which would keep the server's port in use."""
     for server in list(_servers):
         if server._open:
+            # The parent tells them.
+            server._last_word = b""
             server._close_files()
             os.close(server._wake)
     _servers.clear()
