@@ -84,10 +84,9 @@ class Watch {
     // A store connection can wait for only one key.
     for (auto pause = std::chrono::microseconds(50); !attempt.stopped(); pause += pause / 4) {
       check();
-      // It may have set the key before it left.
-      const bool left = Leavers::has(store, peer_);
       if (store.check({key})) return !attempt.stopped();
-      if (left)
+      // It may have set the key before it left.
+      if (Leavers::has(store, peer_) && !store.check({key}))
         C10_THROW_ERROR(DistBackendError, title_ +
                                               "it has left the group: its program has ended, or it "
                                               "has destroyed the group");
