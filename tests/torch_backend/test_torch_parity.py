@@ -74,7 +74,7 @@ def split_by_nccl(rank: int, size: int) -> None:
     for round_ in range(2):
         with profile(activities=[ProfilerActivity.CPU]) as found:
             part = world().split_group([0, 2], group_name=f"part-{round_}", group_desc="part")
-        assert "pynccl:split" in [event.name for event in found.events()]
+        assert "pynccl:split_group" in [event.name for event in found.events()]
         assert (part is None) == (rank == 1)
         if part is not None:
             assert (part.rank(), part.size()) == ([0, 2].index(rank), 2)
