@@ -329,11 +329,14 @@ class Core:
                         function=what,
                     )
 
-    def check(self, kind: int) -> None:
-        """In check mode, require that all ranks are about to make the same call."""
-        answer = lib.pynccl_check_other(self.c, kind)
-        if answer:
-            self.refuse(answer)
+    @contextmanager
+    def announced(self, kind: int, detail: int = 0, by_all: bool = True) -> Iterator[None]:
+        """Record a call; if every rank makes it, check mode requires that all are about to."""
+        with recorder.recorded(self.c, kind, detail):
+            answer = lib.pynccl_check_other(self.c, kind) if by_all else 0
+            if answer:
+                self.refuse(answer)
+            yield
 
     def bounded(
         self,

@@ -68,15 +68,12 @@ def derive(
             return call()
 
     child = new_child(core, how, detail, also)
-    with core.alone():
-        if how.by_all:
-            core.check(how.kind)
-        with recorder.recorded(core.c, how.kind, detail if isinstance(detail, int) else 0):
-            child.until = core.deadline(None)[1]
-            handle = core.change(on_its_device, how.function, abort_if_made)
-            if not joins:
-                return None
-            _take(core, child, handle)
+    with core.alone(), core.announced(how.kind, detail if isinstance(detail, int) else 0, how.by_all):
+        child.until = core.deadline(None)[1]
+        handle = core.change(on_its_device, how.function, abort_if_made)
+        if not joins:
+            return None
+        _take(core, child, handle)
     adopt(core, child)
     return child
 

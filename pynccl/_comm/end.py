@@ -67,15 +67,13 @@ def resume(core: Core) -> None:
 def _call(core: Core, kind: int, call: Callable[[], int]) -> None:
     name = kinds.FUNCTIONS[kind]
     core.open()
-    with core.alone():
-        core.check(kind)
-        with recorder.recorded(core.c, kind):
-            try:
-                # What changes the communicator must not take effect amid a later call.
-                core.change(call, name, linger=LINGER)
-            except NcclError:
-                core.told = True
-                raise
+    with core.alone(), core.announced(kind):
+        try:
+            # What changes the communicator must not take effect amid a later call.
+            core.change(call, name, linger=LINGER)
+        except NcclError:
+            core.told = True
+            raise
 
 
 def revoke(core: Core) -> None:

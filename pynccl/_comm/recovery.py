@@ -257,10 +257,8 @@ def _grow(core: Core, nranks: int, unique_id: bytes | None, config: ConfigLike) 
         assert child is not None
         return child
     child = new_child(core, GROW, nranks, also)
-    with core.alone():
-        core.check(GROW.kind)
-        with recorder.recorded(core.c, GROW.kind, nranks):
-            _grow_by_agreement(core, child, nranks, call)
+    with core.alone(), core.announced(GROW.kind, nranks):
+        _grow_by_agreement(core, child, nranks, call)
     adopt(core, child)
     return child
 

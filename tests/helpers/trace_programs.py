@@ -70,6 +70,14 @@ def missing(rank: int, nranks: int) -> None:
         comm.all_reduce(ones())
 
 
+def missing_in_a_split(rank: int, nranks: int) -> None:
+    comm = start()
+    if rank == 2:
+        outlast(0, 1)
+    else:
+        comm.split(0)
+
+
 def left(rank: int, nranks: int) -> None:
     comm = start()
     if rank == 2:

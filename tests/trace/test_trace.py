@@ -202,6 +202,13 @@ def test_a_mismatch_in_a_plan(tmp_path: Path) -> None:
     )
 
 
+def test_a_split_that_check_mode_holds_up(tmp_path: Path) -> None:
+    env = {"PYNCCL_TRACE_DIR": str(tmp_path), "PYNCCL_CHECK": "1"}
+    run(3, programs.missing_in_a_split, backend="cpu", check=False, timeout=30, env=env)
+    (line,) = explained(told(tmp_path))
+    assert re.fullmatch(r"ranks 0 and 1 wait in split #4; rank 2 never reached #4: .*", line)
+
+
 @pytest.mark.slow
 def test_two_communicators_in_different_orders(tmp_path: Path) -> None:
     env = {"PYNCCL_TRACE_DIR": str(tmp_path), "PYNCCL_TRACE_STACKS": "1"}
