@@ -22,7 +22,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeVar, overload
 
 from pynccl._base.hints import hints_keywords
 from pynccl._base.timeouts import check_timeout
@@ -49,6 +49,7 @@ _SHOWN = 16
 _HEADINGS = re.compile(r"^(Fatal Python error: Aborted|Extension modules: .*)$", re.M)
 # The first line of a thread's stack in faulthandler's text.
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x0*([0-9a-f]+)")
+T = TypeVar("T")
 _PREFIX = "pynccl-testing-"
 # Variables of the ranks that `env` cannot set.
 _OWN = OWN - {"MASTER_ADDR", "MASTER_PORT"}
@@ -91,6 +92,28 @@ class RankTimeout(RankError, TimeoutError):
     """Ranks of `run` were still running at the time-out, and were killed."""
 
 
+@overload
+def run(
+    nranks: int,
+    fn: Callable[..., T],
+    *args: Any,
+    backend: str = ...,
+    timeout: float = ...,
+    check: Literal[True] = ...,
+    env: dict[str, str] | None = ...,
+    threads: int = ...,
+) -> list[T]: ...
+@overload
+def run(
+    nranks: int,
+    fn: Callable[..., Any],
+    *args: Any,
+    backend: str = ...,
+    timeout: float = ...,
+    check: bool,
+    env: dict[str, str] | None = ...,
+    threads: int = ...,
+) -> list[Any]: ...
 @hints_keywords
 def run(
     nranks: int,

@@ -30,6 +30,13 @@ F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]
 Matrix = np.ndarray[tuple[int, int], np.dtype[np.int64]]
 
+def on_a_rank(rank: int, nranks: int) -> float:
+    return rank / nranks
+
+def runs() -> None:
+    assert_type(pynccl.testing.run(2, on_a_rank), list[float])
+    assert_type(pynccl.testing.run(2, on_a_rank, check=False), list[Any])
+
 def arrays(comm: Communicator, x: F32, t: Tensor, b: Buffer, y: F64) -> None:
     assert_type(comm.all_reduce(x), F32)
     assert_type(comm.all_reduce(t), Tensor)
