@@ -873,7 +873,7 @@ TEST_CASE("messages between all pairs") {
       for (int batch = 0; batch < 2; ++batch) {
         std::vector<int> todo;
         for (int r = 0; r < n; ++r) {
-          CHECK(world.ranks[size_t(r)].p2p->start(ops[size_t(r)]) == Step::Done);
+          world.ranks[size_t(r)].p2p->start(ops[size_t(r)]);
           todo.push_back(r);
         }
         CHECK(world.run(todo, [&](int r) { return world.ranks[size_t(r)].p2p->step(); }, [](int) {}));
