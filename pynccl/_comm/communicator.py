@@ -351,8 +351,9 @@ class Communicator(Operations, Hinting):
     def revoke(self) -> None:
         """End calls on this rank without closing the communicator (ncclCommRevoke, NCCL >= 2.28.7).
 
-        Afterwards all ranks can shrink, split or close it. With a time-out, a rank whose calls the revoke of
-        another rank has ended takes it for failed, and only `shrink(..., abort=True)` goes on from there.
+        Afterwards this rank can shrink, split or close it, and so can every rank that has revoked it too; the
+        calls of the others raise errors. With a time-out, a rank whose calls the revoke of another rank has
+        ended takes the communicator for failed, and only `shrink(..., abort=True)` goes on from there.
         Raises NotSupportedError with an older library.
         """
         end.revoke(self._core)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import stat
@@ -217,6 +218,8 @@ class FolderKeys(_Unnoticed):
         self.where = f"file://{path}"
         with self._naming("cannot be created or used as a folder"):
             found = self._make()
+        # Free for the report of a failure, which may be a lack of descriptors.
+        self._spare = [os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)]
         # If all users can write to the parent folder, another user may have created this one.
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
             raise BootstrapError(
@@ -255,7 +258,8 @@ class FolderKeys(_Unnoticed):
             raise BootstrapError(f"{self.where} {what}: {error}") from error
 
     def _write(self, write: Callable[[], R]) -> R:
-        with self._naming("did not accept a value"):
+
+        def attempt() -> R:
             try:
                 return write()
             except FileNotFoundError:
@@ -263,13 +267,29 @@ class FolderKeys(_Unnoticed):
                 self._make()
                 return write()
 
+        return self._do(attempt, "did not accept a value")
+
+    def _do(self, attempt: Callable[[], R], what: str) -> R:
+        with self._naming(what):
+            try:
+                return attempt()
+            except OSError as error:
+                if error.errno != errno.EMFILE or not self._spare:
+                    raise
+                self.withdraw()
+                return attempt()
+
     def look(self, name: str) -> bytes | None:
         """Return a value, or None if it is not set."""
-        with self._naming("cannot be read"), suppress(FileNotFoundError):
-            # Listing the folder makes a network file system refresh its cache.
-            os.scandir(self.path).close()
-            return self._file(name).read_bytes()
-        return None
+
+        def read() -> bytes | None:
+            with suppress(FileNotFoundError):
+                # Listing the folder makes a network file system refresh its cache.
+                os.scandir(self.path).close()
+                return self._file(name).read_bytes()
+            return None
+
+        return self._do(read, "cannot be read")
 
     def fetch(self, name: str, timeout: float) -> bytes:
         """Wait until a value is set and return it; raise TimeoutError after `timeout` seconds."""
@@ -295,6 +315,11 @@ class FolderKeys(_Unnoticed):
                 if file.name.startswith(begin):
                     file.unlink(missing_ok=True)
             self.path.rmdir()
+
+    def withdraw(self) -> None:
+        """Close the spare descriptor."""
+        while self._spare:
+            os.close(self._spare.pop())
 
     def newest(self) -> int:
         """Return the number of the newest round in which a rank has arrived, or -1."""

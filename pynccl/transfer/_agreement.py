@@ -93,7 +93,8 @@ def _meet(comm: Communicator, role: int, root: int, length: int, failed: Excepti
     if len(senders) != 1 or roots != senders:
         sending = f"ranks {senders} call send_tensors" if senders else "no rank calls send_tensors"
         named = ", ".join(map(str, roots))
-        receiving = f"the others recv_tensors with root {named}" if roots else "no rank calls recv_tensors"
+        others = "the others" if senders else "all ranks"
+        receiving = f"{others} recv_tensors with root {named}" if roots else "no rank calls recv_tensors"
         raise CollectiveMismatchError(
             f"{sending}, and {receiving}; "
             "expected send_tensors on one rank, and recv_tensors with root= that rank on all others"

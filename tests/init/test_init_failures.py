@@ -332,6 +332,21 @@ def other_secret(rank: int, nranks: int, kind: str, port: int) -> str:
     return fails_in_time(method, 2)
 
 
+def has_few_descriptors(rank: int, nranks: int, where: str, spare: int) -> str:
+    pynccl.load("cpu")
+    if rank == 1:
+        limit = len(os.listdir("/proc/self/fd")) + spare
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+    return fails_in_time(f"file://{where}/meeting", 10, rank=rank, world_size=nranks)
+
+
+@pytest.mark.parametrize("spare", [4, 5])
+def test_a_lack_of_descriptors_is_told_through_a_folder(spare: int, tmp_path: Path) -> None:
+    """Though its report needs a descriptor, too."""
+    for text in testing.run(2, has_few_descriptors, str(tmp_path), spare, backend="cpu"):
+        assert "Too many open files" in text, text
+
+
 @pytest.mark.parametrize("kind", ["master", "tcp"])
 def test_another_secret(kind: str) -> None:
     texts = testing.run(2, other_secret, kind, free_port(), backend="cpu")
