@@ -218,14 +218,16 @@ class FolderKeys(_Unnoticed):
         self.where = f"file://{path}"
         with self._naming("cannot be created or used as a folder"):
             found = self._make()
-        # Free for the report of a failure, which may be a lack of descriptors.
-        self._spare = [os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)]
         # If all users can write to the parent folder, another user may have created this one.
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
             raise BootstrapError(
                 f"{self.where} is not safe: expected a path that does not exist yet, or a folder that "
                 "belongs to this user and that no other user can write to"
             )
+        # Free for the report of a failure, which may be a lack of descriptors.
+        self._spare: list[int] = []
+        with suppress(OSError):
+            self._spare.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
 
     def _make(self) -> os.stat_result:
         for _ in range(_TRIES):

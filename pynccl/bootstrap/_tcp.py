@@ -13,7 +13,7 @@ import secrets
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import NamedTuple
 
 from pynccl._errors import BootstrapError
@@ -99,20 +99,18 @@ class Host:
     def __init__(
         self, host: str, port: int, job: str, deadline: float, server: StoreServer | None = None
     ) -> None:
-        self.entry = _listen(StoreServer if server is None else _JobStore, host, port, None, deadline)
-        try:
+        with ExitStack() as undo:
+            self.entry = _listen(StoreServer if server is None else _JobStore, host, port, None, deadline)
+            undo.callback(self.entry.close)
             self.server = server or _listen(_JobStore, host, 0, secrets.token_hex(16), deadline)
-        except BaseException:
-            self.entry.close()
-            raise
-        try:
+            if server is None:
+                # The server of an earlier call goes on without this entry.
+                undo.callback(self.server.close)
             self.place = Place(self.server.address, self.server.job)
             self.where = f"{self.entry.address}{_loopback_note(host, deadline)}"
             with PromptStore(self.entry.address, timeout=left(deadline)) as store:
                 store.set(_ENTRY, json.dumps([job, *self.place]).encode())
-        except BaseException:
-            self.close()
-            raise
+            undo.pop_all()
 
     def refused(self) -> str:
         """Return a text about the clients that the stores refused, as the end of an error's text."""
