@@ -726,4 +726,6 @@ def aborts_while_it_waits(rank: int, nranks: int) -> str:
 def test_an_abort_tells_for_whom_the_rank_waited() -> None:
     first, second, _ = run(3, aborts_while_it_waits, backend="cpu", timeout=40)
     why = "rank 0 aborted its communicator: rank 0 waits in AllReduce(count 3, float64, sum) #1 for rank 2"
-    assert why in first and f"rank 0 reports: {why}" in second, (first, second)
+    # Rank 0's own call ends by the library's error, or by the closed communicator, whichever it sees first.
+    assert why in first or "cannot be used: it was aborted" in first, first
+    assert f"rank 0 reports: {why}" in second, second
