@@ -186,7 +186,9 @@ def main() -> None:
         port, mine, all_clients, leads = map(int, sys.argv[3:7])
         # What it imports is not what is measured.
         modules = {"torch": "torch.distributed", "cupyx": "cupyx.distributed._store"}
-        importlib.import_module(modules.get(peer, "pynccl.bootstrap"))
+        importlib.import_module(modules.get(peer, "pynccl.bootstrap._store"))
+        if secret:
+            importlib.import_module("pynccl._secure.noise")
         say(ready=True)
         sys.stdin.readline()
         clients(port, mine, all_clients, bool(leads), secret)

@@ -6,6 +6,7 @@ import ipaddress
 import queue
 import socket
 import threading
+from functools import lru_cache
 from typing import Any
 
 from pynccl._base.values import check_text, shown
@@ -34,6 +35,7 @@ def format_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
+@lru_cache(64)
 def is_loopback(host: str) -> bool:
     """Tell whether only this machine can reach a numeric address."""
     return ipaddress.ip_address(host.partition("%")[0]).is_loopback

@@ -9,6 +9,8 @@ import os
 import socket
 import struct
 from pathlib import Path
+from types import TracebackType
+from typing import Any
 
 from pynccl._base.host import EXHAUSTED
 from pynccl.bootstrap._address import is_loopback
@@ -20,57 +22,92 @@ _SOCKET = struct.Struct("!HH16s16s12s")
 _ANY = struct.pack("=III", 0, 0xFFFFFFFF, 0xFFFFFFFF)
 # Offset of user and inode in the answer: after the header, the state, the socket and three more fields.
 _OWNER_AT = _HEADER.size + 4 + _SOCKET.size + 12
-_SECONDS = 1.0
 
+# Address and port of one end, as the socket module gives them.
+End = tuple[Any, ...]
 
 GONE = "its connection has ended"
 OTHER = "it belongs to another user"
 UNKNOWN = "its user is unknown (neither sock_diag nor /proc/net/tcp is available)"
 
 
-def why_not(sock: socket.socket) -> str:
+class SockDiag:
+    """The kernel's sock_diag service, by a netlink socket that the first question opens."""
+
+    def __init__(self) -> None:
+        self._socket: socket.socket | None = None
+        self._number = 0
+
+    def ask(self, question: bytes) -> bytes:
+        """Return the answer to one question. The kernel queues it before the question's send returns."""
+        try:
+            if self._socket is None:
+                self._socket = socket.socket(socket.AF_NETLINK, socket.SOCK_DGRAM, _SOCK_DIAG)
+                # From now on only the kernel can answer.
+                self._socket.connect((0, 0))
+            self._number += 1
+            size = _HEADER.size + len(question)
+            self._socket.send(_HEADER.pack(size, _BY_FAMILY, _REQUEST, self._number, 0) + question)
+            answer = self._socket.recv(8192, socket.MSG_DONTWAIT)
+        except OSError:
+            self.close()
+            raise
+        if len(answer) < _OWNER_AT + 8 or _HEADER.unpack_from(answer)[1:4:2] != (_BY_FAMILY, self._number):
+            raise OSError("the kernel does not know this connection")
+        return answer
+
+    def close(self) -> None:
+        """Close the socket; the next question opens another."""
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+    def __enter__(self) -> SockDiag:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def why_not(sock: socket.socket, diag: SockDiag) -> str:
     """Return why the other end must be refused; "" if it belongs to this user, or is not on loopback."""
-    if sock.family not in (socket.AF_INET, socket.AF_INET6):
+    family = sock.family
+    if family not in (socket.AF_INET, socket.AF_INET6):
         return ""
     try:
-        if not is_loopback(sock.getpeername()[0]):
-            return ""
+        here, there = sock.getsockname(), sock.getpeername()
     except OSError:
         return GONE
+    if not is_loopback(there[0]):
+        return ""
     try:
-        user = _user_at(sock)
+        user = _user_at(family, here, there, diag)
     except OSError as error:
         return f"its user is unknown: {error.strerror}" if error.errno in EXHAUSTED else UNKNOWN
     return GONE if user is None else "" if user == os.geteuid() else OTHER
 
 
-def _user_at(sock: socket.socket) -> int | None:
+def _user_at(family: int, here: End, there: End, diag: SockDiag) -> int | None:
     """Return the user id of the other end; None if its process has closed it."""
     try:
-        return _ask(sock)
+        return _ask(family, here, there, diag)
     except OSError:
         # Some kernels lack the sock_diag module, and some sandboxes forbid netlink sockets.
-        return _look_up(sock)
+        return _look_up(family, here, there)
 
 
-def _ask(sock: socket.socket) -> int | None:
-    here, there = sock.getsockname(), sock.getpeername()
-    ends = [socket.inet_pton(sock.family, end[0].partition("%")[0]) for end in (there, here)]
-    request = struct.pack("=BBBBI", sock.family, socket.IPPROTO_TCP, 0, 0, 0xFFFFFFFF)
-    request += _SOCKET.pack(there[1], here[1], *(end.ljust(16, b"\0") for end in ends), _ANY)
-    with socket.socket(socket.AF_NETLINK, socket.SOCK_DGRAM, _SOCK_DIAG) as kernel:
-        kernel.settimeout(_SECONDS)
-        size = _HEADER.size + len(request)
-        kernel.sendto(_HEADER.pack(size, _BY_FAMILY, _REQUEST, 1, 0) + request, (0, 0))
-        answer = kernel.recv(8192)
-    if len(answer) < _OWNER_AT + 8 or _HEADER.unpack_from(answer)[1] != _BY_FAMILY:
-        raise OSError("the kernel does not know this connection")
-    return _owner(*struct.unpack_from("=II", answer, _OWNER_AT))
+def _ask(family: int, here: End, there: End, diag: SockDiag) -> int | None:
+    ends = (_packed(family, end).ljust(16, b"\0") for end in (there, here))
+    question = struct.pack("=BBBBI", family, socket.IPPROTO_TCP, 0, 0, 0xFFFFFFFF)
+    question += _SOCKET.pack(there[1], here[1], *ends, _ANY)
+    return _owner(*struct.unpack_from("=II", diag.ask(question), _OWNER_AT))
 
 
-def _look_up(sock: socket.socket) -> int | None:
-    table = "tcp6" if sock.family == socket.AF_INET6 else "tcp"
-    wanted = [_shown(sock.family, end) for end in (sock.getpeername(), sock.getsockname())]
+def _look_up(family: int, here: End, there: End) -> int | None:
+    table = "tcp6" if family == socket.AF_INET6 else "tcp"
+    wanted = [_shown(family, end) for end in (there, here)]
     with open(Path("/proc/net", table), encoding="ascii") as lines:
         for line in lines:
             words = line.split()
@@ -79,9 +116,13 @@ def _look_up(sock: socket.socket) -> int | None:
     return None
 
 
-def _shown(family: int, end: tuple[str, int]) -> str:
+def _packed(family: int, end: End) -> bytes:
+    return socket.inet_pton(family, end[0].partition("%")[0])
+
+
+def _shown(family: int, end: End) -> str:
     """Return an address in the notation of /proc/net/tcp: words in the machine's byte order."""
-    packed = socket.inet_pton(family, end[0].partition("%")[0])
+    packed = _packed(family, end)
     words = struct.unpack(f"={len(packed) // 4}I", packed)
     return f"{''.join(f'{word:08X}' for word in words)}:{end[1]:04X}"
 

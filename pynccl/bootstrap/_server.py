@@ -23,7 +23,7 @@ from pynccl._secure import handshake
 from pynccl._secure.secret import check_secret, encode, read_secret
 from pynccl.bootstrap import _frames as f
 from pynccl.bootstrap._address import format_address, is_loopback, resolve
-from pynccl.bootstrap._peer import UNKNOWN, why_not
+from pynccl.bootstrap._peer import UNKNOWN, SockDiag, why_not
 
 if TYPE_CHECKING:
     from pynccl._secure.noise import Session
@@ -167,6 +167,7 @@ class StoreServer:
         # The number of refused clients by reason.
         self.refused: Counter[str] = Counter()
         self._next_tick = 0.0
+        self._diag = SockDiag()
         self._wake = os.eventfd(0)
         self._poll = select.epoll()
         self._poll.register(self._listener, _READ)
@@ -228,6 +229,7 @@ class StoreServer:
                     self._answer(connection, f.ENDED, self._last_word)
             connection.sock.close()
         self._poll.close()
+        self._diag.close()
         self._connections.clear()
 
     def _loop(self) -> None:
@@ -436,7 +438,7 @@ class StoreServer:
 
     def _ask_whose(self, connection: _Connection) -> None:
         """Without a secret, refuse other users of this machine."""
-        reason = why_not(connection.sock)
+        reason = why_not(connection.sock, self._diag)
         if reason == UNKNOWN and not self._told:
             self._told = True
             log.warning(

@@ -28,7 +28,7 @@ from pynccl.bootstrap._address import format_address as format_address
 from pynccl.bootstrap._address import parse_address as parse_address
 from pynccl.bootstrap._address import resolve
 from pynccl.bootstrap._frames import MAX_FRAME as MAX_FRAME
-from pynccl.bootstrap._peer import why_not
+from pynccl.bootstrap._peer import SockDiag, why_not
 from pynccl.bootstrap._server import StoreServer as StoreServer
 from pynccl.bootstrap._server import resolve_job
 
@@ -43,6 +43,8 @@ _CLOSE_SECONDS = 1.0
 _MOST_NAMED = 8
 # A send of up to this number of bytes never blocks, since the previous request was answered.
 _FITS = 2048
+# Bytes of an answer that one call receives. Python allocates them all, however short the answer is.
+_AT_ONCE = 4096
 # Socket time-outs up to this number of seconds are set exactly.
 _SHORT = 0.05
 # Errors that a later attempt to connect cannot change.
@@ -94,10 +96,14 @@ class Connection:
         With `more` the proof is sent together with the request that follows immediately.
         """
         answer = self._answer_to_hello(deadline)
-        if not self._scheme.secured and (reason := why_not(self.sock)):
-            raise BootstrapError(
-                f"{reason}, so it may not be the job's store; set PYNCCL_SECRET if ranks have several users"
-            )
+        if not self._scheme.secured:
+            with SockDiag() as diag:
+                reason = why_not(self.sock, diag)
+            if reason:
+                raise BootstrapError(
+                    f"{reason}, so it may not be the job's store; "
+                    "set PYNCCL_SECRET if ranks have several users"
+                )
         try:
             proof, self._session = self._handshake.finish(answer)
         except ValueError:
@@ -155,7 +161,7 @@ class Connection:
     def answer(self, deadline: float) -> tuple[int, bytes]:
         """Return status and value of the answer; raise StoreEnded with the last word of the server."""
         while len(self._came) < (end := self._end()):
-            self._came += self._receive(f.LENGTH.size + f.MAX_SEALED, deadline)
+            self._came += self._receive(max(_AT_ONCE, end - len(self._came)), deadline)
         # Only the server's last word can follow the answer, since the next request has not been sent.
         body, self._came = self._came[f.LENGTH.size : end], self._came[end:]
         self.owed, self.accepted = False, True

@@ -614,7 +614,7 @@ if role == "server":
         sys.stdin.read()
 else:
     if role == "attacker":
-        _store.why_not = lambda _: ""
+        _store.why_not = lambda *_: ""
     try:
         with Store(address, secret, timeout=3) as store:
             store.set("key", b"1")
@@ -639,7 +639,7 @@ def as_another_user(role: str, address: str = "", secret: str = "") -> subproces
 @pytest.mark.parametrize("host", ["127.0.0.1", pytest.param("::1", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("way", ["netlink", "proc"])
 def test_other_users_stay_out_without_a_secret(host: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(_: socket.socket) -> int:
+    def refuse(*_: object) -> int:
         raise OSError("as in a sandbox")
 
     if way == "proc":
@@ -671,7 +671,7 @@ def test_a_store_of_another_user_is_not_believed() -> None:
 def test_nobody_is_believed_where_the_kernel_does_not_say_who_it_is(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def refuse(_: socket.socket) -> int:
+    def refuse(*_: object) -> int:
         raise OSError("as in a sandbox")
 
     caplog.set_level(logging.WARNING, "pynccl")
@@ -681,7 +681,7 @@ def test_nobody_is_believed_where_the_kernel_does_not_say_who_it_is(
         with pytest.raises(BootstrapError, match="its user is unknown .*PYNCCL_SECRET"):
             Store(server.address, "", timeout=5)
         # Clients that do not mind are refused all the same, which is said once.
-        monkeypatch.setattr("pynccl.bootstrap._store.why_not", lambda _: "")
+        monkeypatch.setattr("pynccl.bootstrap._store.why_not", lambda *_: "")
         for _ in range(2):
             with pytest.raises(BootstrapError), Store(server.address, "", timeout=0.5) as store:
                 store.set("key", b"1", timeout=0.5)
