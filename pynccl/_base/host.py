@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import resource
 import socket
 from pathlib import Path
 
@@ -41,6 +42,16 @@ def _kernel(*namespaces: str) -> str:
 def digest(text: str) -> bytes:
     """Return a digest of 16 bytes of a text."""
     return hashlib.sha256(text.encode()).digest()[:16]
+
+
+def is_short_of_descriptors() -> bool:
+    """Tell whether three quarters of the file descriptors that this process may have are in use."""
+    try:
+        used = len(os.listdir("/proc/self/fd"))
+    except OSError as error:
+        return error.errno in EXHAUSTED
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return limit != resource.RLIM_INFINITY and used * 4 >= limit * 3
 
 
 def _read(path: Path) -> str:

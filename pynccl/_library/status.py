@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import errno
-import os
 from typing import Any
 
+from pynccl._base.host import is_short_of_descriptors
 from pynccl._errors import (
     CollectiveMismatchError,
     NcclError,
@@ -46,9 +45,9 @@ def note_dropped(comm: int) -> None:
     _dropped.add(comm)
 
 
-def _why_exhausted(result: int, detail: str) -> str:
+def _why_exhausted(result: int) -> str:
     """Return what the program has to do with a lack of descriptors in this process; "" if nothing."""
-    if not _dropped or result != ncclSystemError or os.strerror(errno.EMFILE) not in detail:
+    if not _dropped or result != ncclSystemError or not is_short_of_descriptors():
         return ""
     several = len(_dropped) > 1
     return (
@@ -156,7 +155,7 @@ def _failed(result: int, function: str, comm: int) -> NcclError:
     rank, size = place_of(comm) or (None, None)
     if rank is not None and not cause.startswith(f"rank {rank} of {size}:"):
         parts.append(f"rank {rank} of {size}")
-    if why := _why_exhausted(result, detail):
+    if why := _why_exhausted(result):
         parts.append(why)
     parts.append(_origin())
     if cls is NcclUnhandledCudaError and _library_name() == "NCCL" and not cuda.available():
