@@ -537,6 +537,14 @@ def test_variables() -> None:
     ]
 
 
+@pytest.mark.parametrize("value", ["abc", "-1", "nan", "0"])
+def test_a_time_out_that_is_none(value: str) -> None:
+    found = doctor("--only", "environment", PYNCCL_TIMEOUT=value)
+    text = only(found, "PYNCCL_TIMEOUT", "error")["text"]
+    assert text == f"PYNCCL_TIMEOUT is '{value}'; expected a positive number of seconds"
+    assert not those(doctor("--only", "environment", PYNCCL_TIMEOUT="2.5"), "PYNCCL_TIMEOUT")
+
+
 def test_a_variable_that_only_the_library_knows(compile_library: Callable[..., str]) -> None:
     source = fake_nccl.source(23300) + 'const char tomorrow[] = "NCCL_OF_TOMORROW";\n'
     library = compile_library(source, "libnccl.so.2")

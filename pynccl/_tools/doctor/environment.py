@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from pynccl._base.timeouts import resolve_timeout
 from pynccl._errors import BootstrapError
 from pynccl._tools.doctor import known
 from pynccl._tools.doctor.finding import Finding, error, ok, warning
@@ -104,6 +105,20 @@ def check_left_over(machine: Machine) -> Iterator[Finding]:
             "Every rank prints many lines.",
             "NCCL_DEBUG=WARN prints errors only; or name a file by NCCL_DEBUG_FILE=/tmp/nccl.%h.%p",
         )
+
+
+def check_time_limit(machine: Machine) -> Iterator[Finding]:
+    """Read the time-out of operations; the first all_reduce sets a time-out of its own."""
+    if "PYNCCL_TIMEOUT" in machine.environ:
+        try:
+            resolve_timeout(None)
+        except ValueError as problem:
+            yield error(
+                "PYNCCL_TIMEOUT",
+                str(problem),
+                "pynccl.init raises this error.",
+                "unset PYNCCL_TIMEOUT, or correct it.",
+            )
 
 
 def check_files(machine: Machine) -> Iterator[Finding]:
@@ -216,4 +231,4 @@ def _others(machine: Machine) -> Iterator[str]:
             )
 
 
-CHECKS = (check_names, check_left_over, check_files, check_launcher)
+CHECKS = (check_names, check_left_over, check_time_limit, check_files, check_launcher)
