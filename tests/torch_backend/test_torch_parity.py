@@ -145,7 +145,7 @@ def tensors_in_memory_from_nccl(rank: int, size: int) -> None:
     assert backend.allocate_tensor(0, dtype=torch.float32, device=CPU).numel() == 0
     with pytest.raises(ValueError, match="expected no negative axis"):
         backend.allocate_tensor(-1, dtype=torch.float32, device=CPU)
-    with pytest.raises((RuntimeError, AssertionError), match="(?i)cuda"):
+    with pytest.raises((RuntimeError, AssertionError), match="(?i)cuda|NVIDIA driver"):
         backend.allocate_tensor(1, dtype=torch.float32, device=torch.device("cuda", 0))
 
 
