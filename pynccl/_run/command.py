@@ -278,6 +278,10 @@ def _command(script: str, module: bool, no_python: bool) -> list[str]:
         if shutil.which(script):
             why += "; a program other than Python needs --no-python"
         raise click.UsageError(f"SCRIPT is {script!r}; {why}")
+    if module and script.endswith(".py") and os.path.exists(script):
+        raise click.UsageError(f"SCRIPT is {script!r}, a file; expected the name of a module after -m")
+    if not module and os.path.isdir(script) and not os.path.exists(os.path.join(script, "__main__.py")):
+        raise click.UsageError(f"SCRIPT is {script!r}, a folder; expected a program, or __main__.py in it")
     return [sys.executable, "-u", *(["-m", script] if module else [script])]
 
 

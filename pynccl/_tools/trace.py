@@ -13,7 +13,7 @@ import click
 
 from pynccl._base.options import Seconds
 from pynccl._tools.live import ask, listeners, names
-from pynccl._trace.dumps import Dumps, Member, Process, TraceError, printable, read_all
+from pynccl._trace.dumps import GAVE_NO_DUMP, Dumps, Member, Process, TraceError, printable, read_all
 from pynccl._trace.findings import explain, say
 from pynccl._trace.recorder import TraceRecord, private_file
 from pynccl.ras.client import ADDRESS, TIMEOUT, parse_address, status
@@ -128,7 +128,7 @@ def _live(folders: tuple[str, ...], address: str | None, seconds: float) -> tupl
         # At the same time, so that both tell of one moment.
         answer = pool.submit(status, address, timeout=seconds)
         paths, lines = ask(asked, seconds)
-    dumps = read_all(paths)._replace(live=True) if paths else Dumps([], [])
+    dumps = read_all(paths)._replace(absence=GAVE_NO_DUMP) if paths else Dumps([], [])
     if dumps.members:
         lines = [*explain(dumps).splitlines(), *lines]
     elif not any(one.number for one in asked):

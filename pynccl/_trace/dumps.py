@@ -101,6 +101,10 @@ class Member:
         return list(self.records.numbered("group", record.group)) if record.group else [record]
 
 
+# What is said of a rank without a dump: in a folder of dumps, among single files, and while the job runs.
+LEFT_NO_FILE, NOT_GIVEN, GAVE_NO_DUMP = "left no file", "has no file here", "gave no dump"
+
+
 @dataclass
 class World:
     """One communicator, with the ranks that left a dump."""
@@ -112,13 +116,8 @@ class World:
     members: dict[int, Member] = field(default_factory=dict)
     # Ranks without a record although their process left a dump: they closed the communicator earlier.
     gone: set[int] = field(default_factory=set)
-    # True while the job runs: a rank without a dump need not have died.
-    live: bool = False
-
-    @property
-    def absence(self) -> str:
-        """What a rank without a dump did, in words."""
-        return "gave no dump" if self.live else "left no file"
+    # What is said of a rank without a dump.
+    absence: str = LEFT_NO_FILE
 
     @property
     def absent(self) -> list[range]:
@@ -282,8 +281,8 @@ class Dumps(NamedTuple):
 
     members: list[Member]
     damage: list[str]
-    # True if the job still runs.
-    live: bool = False
+    # What is said of a rank without a dump.
+    absence: str = LEFT_NO_FILE
 
 
 def _stacks_in(paths: Iterable[str | os.PathLike[str]]) -> str:
@@ -309,7 +308,9 @@ def files_of(paths: Sequence[str | os.PathLike[str]]) -> list[Path]:
 
 def read_all(paths: Sequence[str | os.PathLike[str]]) -> Dumps:
     """Read the dumps of several processes; raise TraceError if they contain nothing."""
-    everything = Dumps([], [])
+    # Where single files are given, those of other ranks may be elsewhere.
+    absence = LEFT_NO_FILE if all(Path(path).is_dir() for path in paths) else NOT_GIVEN
+    everything = Dumps([], [], absence)
     for path in files_of(paths):
         try:
             if path.exists() and not path.is_file():

@@ -9,7 +9,18 @@ from typing import Any
 import numpy as np
 
 from pynccl._library.results import result_name
-from pynccl._trace.dumps import JOINT, PENDING, Dumps, Member, Process, Reason, World, worlds_of
+from pynccl._trace.dumps import (
+    GAVE_NO_DUMP,
+    JOINT,
+    NOT_GIVEN,
+    PENDING,
+    Dumps,
+    Member,
+    Process,
+    Reason,
+    World,
+    worlds_of,
+)
 from pynccl._trace.recorder import TraceRecord
 from pynccl._trace.records import Records, Test, nothing
 
@@ -198,12 +209,15 @@ def _complete(world: World) -> int | None:
 def _dead(world: World) -> str:
     runs, complete = world.absent, _complete(world)
     ranks, one = say_runs(runs), len(runs) == 1 and len(runs[0]) == 1
-    it = f"{'it' if one else 'they'} {world.absence}{'' if one else 's'}"
+    done = f"; all ranks have completed #{complete}" if complete else ""
+    if world.absence == GAVE_NO_DUMP:
+        return f"{ranks} {GAVE_NO_DUMP}{done}"
+    if world.absence == NOT_GIVEN:
+        return f"{ranks}: no file here, because it was not given or the rank died{done}"
+    it = "it left no file" if one else "they left no files"
     when = "" if complete is None else " after init" if not complete else f" after #{complete}"
     if complete is None and any(r.call == "init" for m in world.members.values() for r in m.records.kinds):
         return f"{ranks} never reached init: {it}"
-    if world.live:
-        return f"{ranks} {world.absence}" + (f"; all ranks have completed #{complete}" if complete else "")
     return f"{ranks} died{when}: {it}"
 
 
@@ -501,7 +515,7 @@ def explain(dumps: Dumps) -> str:
     worlds = worlds_of(dumps.members)
     lines = list(crossings(worlds))
     for world in worlds:
-        world.live = dumps.live
+        world.absence = dumps.absence
         lines.append(str(world))
         lines += [f"  {text}" for text in findings(world) or [_quiet(world)]]
     lines += _reasons({m.process.path: m.process for m in dumps.members}.values())

@@ -849,6 +849,8 @@ def _children(pid: int) -> list[str]:
         (["-n", "2", "--log-dir", "", "x.py"], "expected a folder, not ''"),
         (["-n", "2", "--no-python", "-m", "x"], "-m and --no-python: expected one of them"),
         (["-n", "2", "/no/such.py"], "SCRIPT is '/no/such.py'; there is no such file"),
+        (["-n", "2", "/tmp"], "SCRIPT is '/tmp', a folder; expected a program, or __main__.py in it"),
+        (["-n", "2", "-m", __file__], "a file; expected the name of a module after -m"),
         (
             ["-n", "2", "sh", "x"],
             "there is no such file; a program other than Python needs --no-python",

@@ -25,9 +25,9 @@ from trace_dumps import PENDING, mutated, pair, reduce, sound_dumps, write
 PLACE = r"( at \S*trace_programs\.py:\d+)?"
 
 
-def told(folder: Path, *options: str) -> str:
-    """Return what `pynccl trace` says of a folder."""
-    done = pynccl_command("trace", *options, str(folder))
+def told(path: Path, *options: str) -> str:
+    """Return what `pynccl trace` says of a folder or a file."""
+    done = pynccl_command("trace", *options, str(path))
     assert done.exit_code == 0, done.output
     return done.stdout
 
@@ -380,6 +380,14 @@ def test_the_peer_is_dead(tmp_path: Path) -> None:
     assert explained(told(tmp_path)) == [
         "rank 1 died after #1: it left no file",
         "rank 0 waits in recv #1 from rank 1 (float32, 4), which left no file",
+    ]
+
+
+def test_the_files_of_other_ranks_are_not_given(tmp_path: Path) -> None:
+    write(tmp_path, 0, 3, [reduce(1), pair("recv", 1, 1, **PENDING)])
+    assert explained(told(tmp_path / "rank0.jsonl")) == [
+        "ranks 1 and 2: no file here, because it was not given or the rank died; all ranks have completed #1",
+        "rank 0 waits in recv #1 from rank 1 (float32, 4), which has no file here",
     ]
 
 
