@@ -41,6 +41,7 @@ _MARGIN = 0.5
 _UNRESOLVED_SECONDS = 15.0
 _CLOSE_SECONDS = 1.0
 _MOST_NAMED = 8
+_LONGEST_KEY = 0xFFFF
 # A send of up to this number of bytes never blocks, since the previous request was answered.
 _FITS = 2048
 # Bytes of an answer that one call receives. Python allocates them all, however short the answer is.
@@ -458,10 +459,13 @@ def _bytes(key: str, value: Any) -> bytes:
 
 def _frame(op: int, key: str, argument: bytes) -> bytes:
     name = check_text(key, "key").encode()
-    frame = f.REQUEST.pack(op, min(len(name), 0xFFFF)) + name + argument
-    if len(name) > 0xFFFF or len(frame) > f.MAX_FRAME - 1:
+    if len(name) > _LONGEST_KEY:
+        raise ValueError(f"key {key[:40]!r} has {len(name)} bytes; expected at most {_LONGEST_KEY}")
+    frame = f.REQUEST.pack(op, len(name)) + name + argument
+    if len(frame) >= f.MAX_FRAME:
+        room = f.MAX_FRAME - 1 - f.REQUEST.size
         raise ValueError(
-            f"key {key[:40]!r} and its value take {len(frame)} bytes; expected at most {f.MAX_FRAME}"
+            f"key {key[:40]!r} and its value take {len(name) + len(argument)} bytes; expected at most {room}"
         )
     return frame
 

@@ -183,6 +183,17 @@ def test_large_value_and_its_limit(server: StoreServer, store: Store) -> None:
     assert store.get("large") == value
 
 
+def test_the_longest_key_and_value(store: Store) -> None:
+    store.set("k" * 65535, b"1")
+    assert store.get("k" * 65535) == b"1"
+    with pytest.raises(ValueError, match="key 'k+' has 65536 bytes; expected at most 65535"):
+        store.set("k" * 65536, b"1")
+    store.set("k", bytes(MAX_FRAME - 5))
+    assert len(store.get("k")) == MAX_FRAME - 5
+    with pytest.raises(ValueError, match="take 1048573 bytes; expected at most 1048572"):
+        store.set("k", bytes(MAX_FRAME - 4))
+
+
 def test_it_can_be_full(server: StoreServer, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pynccl.bootstrap._server._MAX_BYTES", 1 << 20)
     store.set("a", bytes(600_000))
