@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from conftest import Script, clean_environment
+from conftest import Run, Script, clean_environment
 from launchers import PYNCCL_RUN
 from meeting import free_port
 from processes import completed
@@ -321,6 +321,27 @@ def leaving(rank: int, size: int, store: str, how: str) -> None:
 @pytest.mark.parametrize("how", ["destroys", "ends", "without a collective"])
 def test_messages_with_a_rank_that_has_left(tmp_path: Path, how: str) -> None:
     at_store(3, leaving, tmp_path, how, timeout=50)
+
+
+# Rank 0, whose process serves the store, ends first.
+OUTLIVES_THE_STORE = """
+import os, socket, time, torch, torch.distributed as dist, pynccl.torch
+dist.init_process_group("pynccl")
+dist.new_group([1, 2])
+dist.all_reduce(torch.ones(2))
+while dist.get_rank() == 1:
+    try:
+        socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))).close()
+    except OSError:
+        break
+    time.sleep(0.2)
+dist.destroy_process_group()
+"""
+
+
+def test_a_rank_that_outlives_the_store_prints_nothing(run_program: Run) -> None:
+    done = run_program(OUTLIVES_THE_STORE, 3)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def mismatched(rank: int, size: int, store: str) -> str:

@@ -1,6 +1,8 @@
 // Connecting, issuing, coalescing and ending.
 #include "backend.hpp"
 
+#include "store_server.hpp"
+
 namespace pynccl {
 
 decltype(provide) provide;
@@ -568,7 +570,11 @@ void Backend::end(bool abort) {
     // Over the store's open connection: a new one to a store that has ended takes long to fail. Another
     // thread may be using it.
     if (size_ > 1)
-      bounded([store = store_, rank = rank_] { Leavers::add(*store, rank); }, kLeaveSeconds, "", false);
+      bounded(
+          [store = store_, rank = rank_] {
+            if (server_listens(store)) Leavers::add(*store, rank);
+          },
+          kLeaveSeconds, "", false);
   } catch (const std::exception&) {  // the store has ended, and the ranks that wait in it notice that
   }
   const auto why = shut_down();
