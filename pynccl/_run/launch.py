@@ -197,6 +197,8 @@ class _Launcher:
         self.first: int | None = None
         # The user ended this run, by a signal or by closing its output.
         self.stopped = False
+        # The signal by which the user ended ranks of which none had failed.
+        self.stopped_by = 0
 
     def run(self, guard: IO[bytes]) -> None:
         """Start the ranks, and wait for all of them; `code` is then the first failing one's."""
@@ -351,6 +353,7 @@ class _Launcher:
             # After SIGHUP the terminal may be gone.
             with suppress(OSError):
                 self._say(f"got {signal.Signals(number).name}; ending the ranks", "warning")
+            self.stopped_by = 0 if self.code else number
             self._tell(f"pynccl run was ended by {signal.Signals(number).name}", 128 + number)
             self._ask(number)
         elif number in ENDING:
@@ -376,6 +379,9 @@ class _Launcher:
                 self._note_failure(rank, code, "" if self._ending else "; ending the other ranks")
                 if not self._ending:
                     self._end(signal.SIGTERM)
+            elif self.code == 1 and self.stopped_by and code in (128 + self.stopped_by, -self.stopped_by):
+                # The end of this rank was the cause of the exception of the one that was seen first.
+                self.code, self.first = 128 + self.stopped_by, rank
 
     def _is_consequence(self, rank: int) -> bool:
         """Tell whether a rank has ended because another one had left, which will end soon."""

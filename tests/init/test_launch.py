@@ -235,6 +235,24 @@ def test_ctrl_c(script: Script, started: Started) -> None:
     assert process.returncode == 128 + signal.SIGINT
 
 
+def test_ctrl_c_outlasts_the_exception_that_it_caused_elsewhere(script: Script, started: Started) -> None:
+    program = script(
+        "import os, signal, sys, time\n"
+        "rank = int(os.environ['RANK'])\n"
+        "def end(*_):\n"
+        "    time.sleep(2 * rank)\n"
+        "    sys.exit(130 if rank else 1)\n"
+        "signal.signal(signal.SIGINT, end)\n"
+        "print(os.getpid())\n"
+        "time.sleep(60)\n"
+    )
+    process = started("-n", "2", "--cpu", program)
+    _pids(process, 2)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=10)
+    assert process.returncode == 128 + signal.SIGINT
+
+
 def test_ranks_die_with_the_launcher(script: Script, started: Started) -> None:
     process = started("-n", "2", "--cpu", script("import os, time; print(os.getpid()); time.sleep(60)"))
     pids = _pids(process, 2)
