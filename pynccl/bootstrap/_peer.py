@@ -9,7 +9,6 @@ import os
 import socket
 import struct
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from pynccl._base.host import EXHAUSTED
@@ -61,14 +60,6 @@ class SockDiag:
         if self._socket is not None:
             self._socket.close()
             self._socket = None
-
-    def __enter__(self) -> SockDiag:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def why_not(sock: socket.socket, diag: SockDiag) -> str:

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable
-from contextlib import suppress
+from contextlib import closing, suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -98,7 +98,7 @@ class Connection:
         """
         answer = self._answer_to_hello(deadline)
         if not self._scheme.secured:
-            with SockDiag() as diag:
+            with closing(SockDiag()) as diag:
                 reason = why_not(self.sock, diag)
             if reason:
                 raise BootstrapError(
