@@ -89,7 +89,7 @@ void tell_step_at(std::initializer_list<int> signals) {
 // PYNCCL_TEST_ALARM=seconds ends a test that takes longer.
 unsigned seconds_of_a_test() {
   const char* seconds = getenv("PYNCCL_TEST_ALARM");
-  return seconds ? unsigned(atoi(seconds)) : 120;
+  return seconds ? unsigned(atoi(seconds)) : kSanitized ? 240 : 120;
 }
 
 int status_of_test(doctest::Context& context, const std::string& name) {
