@@ -478,7 +478,10 @@ class _Launcher:
         """Explain the exit code if some ranks reached the end of the program."""
         code = None if self.first is None else self.children[self.first].poll()
         if self.job.keep_going and code is not None and self.code != TIMED_OUT:
-            self._say(f"exit code {self.code} of rank {self.first}, the first to exit with a failure")
+            why = "the first to exit with a failure"
+            if self.stopped_by and self.code == 128 + self.stopped_by:
+                why = f"which {signal.Signals(self.stopped_by).name} ended"
+            self._say(f"exit code {self.code} of rank {self.first}, {why}")
 
     def _say(self, text: str, level: str = "") -> None:
         self.status.clear()

@@ -183,6 +183,34 @@ def test_a_signal_ends_who_went_on(tmp_path: Path) -> None:
         assert process.wait(30) == 3
 
 
+ENDS_BY_THE_SIGNAL = """
+import os, signal, sys, time
+
+def end(number, frame):
+    if os.environ["RANK"] == "0":
+        sys.exit(1)
+    time.sleep(1)
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+
+signal.signal(signal.SIGTERM, end)
+print("waits", flush=True)
+time.sleep(100)
+"""
+
+
+def test_the_rank_is_named_whose_code_it_is(tmp_path: Path) -> None:
+    script = tmp_path / "program.py"
+    script.write_text(ENDS_BY_THE_SIGNAL)
+    with started(keep_going(2, script)) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert {process.stdout.readline() for _ in range(2)} == {"[0] waits\n", "[1] waits\n"}
+        process.terminate()
+        assert process.wait(30) == 128 + signal.SIGTERM
+        last = process.stderr.read().splitlines()[-1]
+    assert last == "pynccl run: exit code 143 of rank 1, which SIGTERM ended"
+
+
 LEAVES_A_CHILD = """
 import os, subprocess, sys, time
 if os.environ["RANK"] == "0":
