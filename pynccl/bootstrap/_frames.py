@@ -2,7 +2,7 @@
 
     client     the text HELLO, a scheme (1 byte: SECURED or OPEN), hello
     server     the text HELLO, a scheme or REFUSES (1 byte); the end unless the schemes are equal; answer
-    client     proof
+    client     proof; REFUSES and the end if the answer is not from its own store
     then       frames: length (4 bytes) and content; encrypted if there is a secret
     client     operation (1 byte), length of the key (2 bytes), key, argument
     server     status (1 byte), value

@@ -388,8 +388,7 @@ class StoreServer:
         except BlockingIOError:
             return False
         if not data:
-            if connection.handshake is not None and not connection.trusted:
-                # The client has seen that this store is not its own.
+            if not connection.trusted and connection.input == f.REFUSES:
                 self.refused[self._other] += 1
             raise ConnectionError("the client closed the connection")
         connection.input += data

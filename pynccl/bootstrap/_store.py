@@ -108,6 +108,8 @@ class Connection:
         try:
             proof, self._session = self._handshake.finish(answer)
         except ValueError:
+            with suppress(OSError):
+                self.sock.sendall(f.REFUSES)
             raise self._stranger() from None
         # With MSG_MORE the kernel delays the proof by 200 ms at most.
         self.sock.sendall(proof, socket.MSG_MORE if more else 0)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,11 @@ import fake_cuda
 import pynccl
 from conftest import Run
 from launchers import forget_the_launcher, logged
-from meeting import free_port
+from meeting import free_port, until
 from pynccl import BootstrapError, testing
 from pynccl._library import cuda
+from pynccl._secure.handshake import Open
+from pynccl.bootstrap import _frames as f
 from ranks import on_ranks
 
 VERSIONS = {"2.28.9": 22809, "2.30.4": 23004}
@@ -191,6 +195,29 @@ def test_different_jobs() -> None:
     first, second = testing.run(2, job_of_its_own, free_port(), backend="cpu")
     assert first.endswith("ranks that never arrived: 1 (1 of 2); refused: 1 of another job")
     assert "the id of the job (PYNCCL_JOB_ID) differs from the store's" in second
+
+
+def leaves_in_the_handshake(rank: int, nranks: int, port: int) -> str:
+    forget_the_launcher()
+    os.environ.update(RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+
+    def client() -> bytes:
+        with socket.socket() as sock:
+            until(lambda: sock.connect_ex(("127.0.0.1", port)) == 0)
+            sock.sendall(f.HELLO + f.OPEN + bytes(Open.hello_size))
+            return sock.recv(f.BEGINNING + Open.answer_size, socket.MSG_WAITALL)
+
+    with ThreadPoolExecutor(1) as threads:
+        came = threads.submit(client)
+        with pytest.raises(BootstrapError) as caught:
+            pynccl.init(timeout=3)
+    assert came.result().startswith(f.HELLO + f.OPEN)
+    return str(caught.value)
+
+
+def test_a_client_that_leaves_in_the_handshake_is_of_no_other_job() -> None:
+    (text,) = testing.run(1, leaves_in_the_handshake, free_port(), backend="cpu")
+    assert text.endswith("ranks that never arrived: 1 (1 of 2)")
 
 
 def test_different_settings_are_a_warning() -> None:
