@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-HEADERS := $(wildcard pynccl/native/*.[ch] pynccl/api/*.h)
+HEADERS := $(wildcard pynccl/native/*.[ch] pynccl/native/*.inc pynccl/api/*.h)
 CPU := $(wildcard pynccl/cpu/*/*.cpp)
 SOURCES := $(HEADERS) $(CPU) $(wildcard pynccl/cpu/*/*.hpp pynccl/cpu/*/*.inc) pynccl/_build_ffi.py pynccl/_build_c.py setup.py
 CXX_FILES := $(wildcard pynccl/cpu/*/*.?pp pynccl/torch/csrc/*.?pp tests/cpp/*.?pp tests/fake_cuda/*.c) $(filter-out %_api.h,$(HEADERS))

@@ -64,7 +64,7 @@ EXTENSIONS = [
         FORWARD,
         [],
         include_dirs=["pynccl/native"],
-        depends=[*glob("pynccl/native/*.h"), *glob("pynccl/api/*.h")],
+        depends=["pynccl/native/forward.inc", *glob("pynccl/api/*.h")],
         libraries=["dl", "pthread"],
         extra_compile_args=["-O2", "-g0", *WARNINGS],
         extra_link_args=[f"-Wl,-soname,{FILES[FORWARD]}", "-Wl,--no-undefined"],

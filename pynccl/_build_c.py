@@ -38,7 +38,7 @@ def forward_source(nccl: Header, cpu: Header) -> str:
     parts = ["#define _GNU_SOURCE", "#include <stddef.h>", "#include <stdint.h>"]
     parts += [nccl.types, cpu.types]
     parts += ["static const char* const names[] = {" + ", ".join(f'"{f.name}"' for f in functions) + "};"]
-    parts += ['#include "forward.h"', ""]
+    parts += ['#include "forward.inc"', ""]
     for index, f in enumerate(functions):
         types = ", ".join(t for t, _ in f.params) or "void"
         call = f"f({', '.join(n for _, n in f.params)})"

@@ -31,7 +31,7 @@ def check_timeout(timeout: Any, *, zero: bool = False, optional: bool = True) ->
 
 
 def rounded(seconds: float | None) -> str:
-    """Return seconds for a message; the rest of a time-out looks like the time-out."""
+    """Return seconds for a message, rounded: what is left of a time-out of 5 s is shown as 5."""
     return "inf" if seconds is None else f"{round(seconds, 2) or seconds:g}"
 
 

@@ -352,9 +352,9 @@ class Communicator(Operations, Hinting):
         """End calls on this rank without closing the communicator (ncclCommRevoke, NCCL >= 2.28.7).
 
         Afterwards this rank can shrink, split or close it, and so can every rank that has revoked it too; the
-        calls of the others raise errors. With a time-out, a rank whose calls the revoke of another rank has
-        ended takes the communicator for failed, and only `shrink(..., abort=True)` goes on from there.
-        Raises NotSupportedError with an older library.
+        calls of the others raise errors. With a time-out, if the revoke of another rank has ended calls of
+        this rank, the communicator counts as failed here, and only `shrink(..., abort=True)` goes on from
+        there. Raises NotSupportedError with an older library.
         """
         end.revoke(self._core)
 

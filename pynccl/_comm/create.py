@@ -81,8 +81,8 @@ def take(
 ) -> None:
     """Set up `core` with the library's communicator; abort the communicator if that fails.
 
-    If it is `derived`, its parent knows which ranks have died. Here one that only aborts this one, after the
-    death of another, looks dead.
+    If it is `derived`, its parent knows which ranks have died. To this communicator, a rank that
+    aborts it after the death of another rank looks dead.
     """
     core.handle, core.owned = handle, owned
     lifetime.living.add(core)

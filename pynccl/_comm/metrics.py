@@ -26,7 +26,7 @@ class OperationMetrics:
     """The elements that were counted for NCCL, in bytes: of an all_gather those that a rank sends, of a
     reduce_scatter those that it receives."""
     failed: int = 0
-    """How many of the calls the library refused, or failed while they waited."""
+    """How many calls the library refused, and how many failed while a caller waited."""
     wait_seconds: float = 0.0
     """How long callers waited. A call on a stream returns at once: `synchronize` waits for it."""
 

@@ -26,7 +26,7 @@ from pynccl._watch.survivors import GROWING, LEAVING_OUT, SECONDS, SHRINKING, Su
 from pynccl._watch.watchdog import DEATH_MS
 
 Quorum = Literal["majority"] | None
-_OUTSTANDING = "calls are outstanding, for which only shrink(exclude, abort=True) does not wait"
+_OUTSTANDING = "calls are outstanding; use shrink(exclude, abort=True), which does not wait for them"
 # Seconds between the time-outs of ranks that call the same function.
 _MOMENT = 0.5
 

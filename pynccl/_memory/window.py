@@ -230,9 +230,10 @@ class Window(Hinting):
         It waits for this rank's calls in flight, and for the other ranks: no rank may put into memory that
         another has deregistered. A signal that was put before is still counted. No effect if it is closed.
 
-        Raises CollectiveMismatchError if the ranks close different windows, and otherwise as
-        `Communicator.barrier` does, also after a failure of the communicator, whose abort closes the window;
-        NcclInvalidUsage in a group, during a graph capture, or while another thread uses the communicator.
+        Raises CollectiveMismatchError if the ranks close different windows, and otherwise the errors of
+        `Communicator.barrier`, also after a failure of the communicator: its abort then closes the window.
+        Raises NcclInvalidUsage in a group, during a graph capture, or while another thread uses the
+        communicator.
         """
         if not self.closed:
             # After a failure the abort of the communicator releases the window.

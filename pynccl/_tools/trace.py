@@ -88,8 +88,8 @@ def trace(
     """Analyse the dumps of all ranks' flight recorders.
 
     Each FILE is a dump of a rank, or a folder of dumps. An OUT that exists is replaced. With --live the ranks
-    of this machine that run with PYNCCL_TRACE_SIGNAL dump now, and FILEs are the folders of their dumps; what
-    NCCL's RAS server knows of all ranks comes behind.
+    of this machine that run with PYNCCL_TRACE_SIGNAL dump now, and FILEs are the folders of their dumps; the
+    report ends with what NCCL's RAS server knows of all ranks.
     """
     if not files and not live:
         raise click.UsageError("Missing argument 'FILE...'; expected dumps, folders of dumps, or --live")

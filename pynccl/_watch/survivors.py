@@ -273,9 +273,9 @@ class Survivors:
             return left
         chosen, rest = agreement.members(view, self.me), agreement.rest(view)
         return self._failure(
-            f"partition: {_ranks(chosen)} cannot reach {_ranks(rest & ~chosen)}, which may be alive "
-            f"and go on by themselves, and {_are(chosen)} not more than half of the {rest.bit_count()} ranks "
-            "that are not proven to have ended (of two halves the one with the lowest rank goes on). "
+            f"partition: {_ranks(chosen)} cannot reach {_ranks(rest & ~chosen)}, which may be alive and go "
+            f"on by themselves. Of the {rest.bit_count()} ranks that may be alive, a majority must be "
+            "connected (of two halves the one with the lowest rank). "
             "shrink(..., quorum=None) goes on without a majority. Expected the same exclude on every rank",
             self._failed() | (rest & ~chosen),
         )
@@ -513,10 +513,6 @@ class Survivors:
 def _ranks(bits: int) -> str:
     ranks = list(ranks_in(bits))
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks}"
-
-
-def _are(bits: int) -> str:
-    return "is" if bits.bit_count() == 1 else "are"
 
 
 def share_id(watch: Watch, handle: Handle, unique_id: bytes | None) -> UniqueId:

@@ -72,7 +72,7 @@ class Lane:
         self._last[stream] = event
 
     def wait(self, event: Event, stream: int) -> None:
-        """Wait for the end of a request, as long as the communicator's time-out."""
+        """Wait for the end of a request, at most for the communicator's time-out."""
         if self._last.get(stream) is event:
             self.nccl.synchronize(stream)
             return

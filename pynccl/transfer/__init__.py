@@ -56,7 +56,7 @@ def send_tensors(
 def recv_tensors(
     comm: Communicator, into: Mapping[str, Array] | None = None, *, root: int = 0, like: Any = None
 ) -> dict[str, Any]:
-    """Receive the tensors that rank `root` sends by `send_tensors`; return them by name, in its order.
+    """Receive the tensors that rank `root` sends by `send_tensors`; return them by name, in root's order.
 
     `into` are the arrays to write, whose names, dtypes and shapes must be the announced ones. Without it new
     arrays are made: of the library of `like`, an array, and on its device; else NumPy arrays with the CPU

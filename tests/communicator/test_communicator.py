@@ -31,12 +31,7 @@ from pynccl import (
     testing,
 )
 from pynccl._memory.owner import used_streams
-from ranks import on_ranks
-
-
-def single(**options: Any) -> Communicator:
-    return Communicator(1, pynccl.get_unique_id(), 0, **options)
-
+from ranks import on_ranks, single
 
 # --- names ---
 

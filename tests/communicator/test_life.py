@@ -34,16 +34,12 @@ from pynccl import (
 )
 from pynccl._comm import core
 from pynccl.testing import run
-from ranks import on_ranks
+from ranks import on_ranks, single
 
 
 def total(comm: Communicator) -> float:
     """Return what an all_reduce of ones gives: the number of ranks."""
     return float(comm.all_reduce(np.ones(3))[0])
-
-
-def single(**options: Any) -> Communicator:
-    return Communicator(1, pynccl.get_unique_id(), 0, **options)
 
 
 def abort_together(comm: Communicator) -> None:

@@ -17,11 +17,7 @@ import pytest
 import pynccl
 from meeting import hear, tell
 from pynccl import Communicator, NcclInvalidArgument, NcclInvalidUsage, NcclTimeoutError, testing
-from ranks import on_ranks
-
-
-def single(**options: Any) -> Communicator:
-    return Communicator(1, pynccl.get_unique_id(), 0, **options)
+from ranks import on_ranks, single
 
 
 @on_ranks(2)

@@ -1,4 +1,4 @@
-"""Tests whose body runs on ranks."""
+"""Tests whose body runs on ranks, or on a communicator of one rank."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from pynccl import testing
+import pynccl
+from pynccl import Communicator, testing
 
 Body = Callable[..., None]
 
@@ -47,3 +48,8 @@ def stands_for(body: Body, test: Callable[..., None], given: int) -> Callable[..
     attributes = {"body": body, "__signature__": signature, "pytestmark": getattr(body, "pytestmark", [])}
     test.__dict__.update(attributes)
     return test
+
+
+def single(**options: Any) -> Communicator:
+    """Return a communicator of one rank."""
+    return Communicator(1, pynccl.get_unique_id(), 0, **options)

@@ -342,3 +342,19 @@ def test_the_table_of_rooms_names_modules_that_are_there() -> None:
         if not {name, f"{name}.py"} & {path.name for path in (PACKAGE / room).iterdir()}
     ]
     assert not missing
+
+
+def test_the_files_that_pages_and_comments_name_are_there() -> None:
+    """Such as `native/channel.h`, if its first folder is one of the project's."""
+    kinds = ("*.md", "*.py", "*.c", "*.h", "*.cpp", "*.hpp")
+    places = [PACKAGE, *(ROOT / name for name in ("docs", "tests", "benchmarks", "examples"))]
+    texts = [*ROOT.glob("*.md"), *(path for place in places for kind in kinds for path in place.rglob(kind))]
+    named = re.compile(r"`((?:[\w-]+/)+[\w-]+\.(?:py|md|c|h|cpp|hpp|inc))`")
+    missing = [
+        f"{text.relative_to(ROOT)}: {name}"
+        for text in texts
+        for name in named.findall(text.read_text(encoding="utf-8"))
+        if any((base / name.split("/")[0]).is_dir() for base in (ROOT, PACKAGE, PACKAGE / "cpu"))
+        if not any((base / name).exists() for base in (ROOT, PACKAGE, PACKAGE / "cpu"))
+    ]
+    assert not missing

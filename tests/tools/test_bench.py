@@ -689,7 +689,7 @@ sys.exit(main(["bench", *sys.argv[1:]]))
     [
         ("wrong", 1, r"\n# +1024 .*  2\n"),
         pytest.param("hangs", 1, r"--compare: gloo's all_reduce", marks=pytest.mark.slow),
-        ("absent", 2, r"--compare gloo: torch is not installed; expected it, as by pip install torch"),
+        ("absent", 2, r"--compare gloo: torch is not installed; install it, for example by pip install"),
     ],
 )
 def test_a_peer_that_is_broken(tmp_path: Path, how: str, code: int, words: str) -> None:

@@ -17,22 +17,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import torch_ranks
 from meeting import free_port, hear, tell, together, until
 from pynccl import testing
 
 # Each rank imports torch.
 pytestmark = [pytest.mark.usefixtures("torch_backend"), pytest.mark.timeout(200)]
 
-LIMIT = timedelta(seconds=40)
+SECONDS = 40.0
 
 
-def start(rank: int, size: int, port: int, backend: str = "pynccl") -> None:
-    import pynccl.torch  # noqa: F401
-
+def start(rank: int, size: int, port: int) -> None:
     # torchrun's kind of store: one connection for each process, on which one request waits for another.
-    dist.init_process_group(
-        backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size, timeout=LIMIT
-    )
+    torch_ranks.start(rank, size, f"tcp://127.0.0.1:{port}", seconds=SECONDS)
 
 
 def on_ranks(nranks: int, fn: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
@@ -427,7 +424,7 @@ def after_the_death_of_a_peer(rank: int, size: int, port: int) -> None:
             match=r"recv on rank 0 of .*global rank 1: .*rank 0 of 2: rank 1 \(global rank 2\) \(pid .*died",
         ):
             dist.recv(x, 2, group=pair)
-    assert time.monotonic() - began < LIMIT.total_seconds() / 2
+    assert time.monotonic() - began < SECONDS / 2
     together(size - 1, "told")
     dist.destroy_process_group()
 
@@ -484,7 +481,7 @@ def late_ranks(rank: int, size: int, port: int) -> None:
         return _extension.Backend(store, rank, size, timedelta(milliseconds=700), False)
 
     shared = dist.TCPStore(  # type: ignore[attr-defined, unused-ignore]
-        "127.0.0.1", port, size, rank == 0, LIMIT, wait_for_workers=False
+        "127.0.0.1", port, size, rank == 0, timedelta(seconds=SECONDS), wait_for_workers=False
     )
     for first in range(size):
         group = backend(f"first {first}")

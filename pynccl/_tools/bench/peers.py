@@ -63,7 +63,7 @@ class Peer(Protocol):
 def _not_installed(module: str) -> str | None:
     """Return why a library, whose package has the name of its module, cannot be used."""
     if importlib.util.find_spec(module) is None:
-        return f"{module} is not installed; expected it, as by pip install {module}"
+        return f"{module} is not installed; install it, for example by pip install {module}"
     return None
 
 

@@ -28,7 +28,7 @@ def refusal(path: str) -> str | None:
     if Path(path).is_dir():
         return f"{path} cannot be written: it is a folder"
     if importlib.util.find_spec("matplotlib") is None:
-        return "matplotlib is not installed; expected it, as by pip install matplotlib"
+        return "matplotlib is not installed; install it, for example by pip install matplotlib"
     return None
 
 

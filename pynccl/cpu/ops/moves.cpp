@@ -67,7 +67,7 @@ Step direct_failed(const Context& context, int peer, RemoteResult result, const 
     return context.fail(ncclRemoteError, who + " died while " + me + " used its buffer in " + doing);
   if (result == RemoteResult::Denied)
     return context.fail(ncclSystemError, "the kernel no longer lets " + me + " use the memory of " + who +
-                                             "; PYNCCL_CPU_DIRECT=0 does without");
+                                             "; PYNCCL_CPU_DIRECT=0 avoids such access");
   return context.fail(ncclInvalidArgument, "a buffer that " + who + " or " + me + " passed to " + doing +
                                                " is not as large as its count says, or not accessible");
 }

@@ -2,6 +2,7 @@
 // names buffers, not addresses.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <vector>
 
