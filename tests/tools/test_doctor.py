@@ -635,7 +635,33 @@ def test_an_all_reduce_that_fails() -> None:
     only(doctor("--only", "all_reduce", "--timeout", "20", **fault), "all_reduce", "error")
 
 
+def test_an_all_reduce_that_hangs() -> None:
+    fault = {"PYNCCL_CPU_FAULT": "rank=1,call=3,action=sleep:100"}
+    text = only(doctor("--only", "all_reduce", "--timeout", "4", **fault), "all_reduce", "error")["text"]
+    assert re.match(r"rank 0: synchronize did not complete .* it waits for rank 1", text)
+
+
 # --- jobs ---------------------------------------------------------------------------------------------------
+
+
+def test_no_job() -> None:
+    found = only(doctor("--only", "job"), "ranks", "error")
+    assert found["text"] == "no launcher has started this process, so there is no job"
+    assert plain("--only", "job").returncode == 2
+    alone = doctor("--only", "job", RANK="0", WORLD_SIZE="1")
+    assert only(alone, "ranks", "ok")["text"] == "this is the only rank of its job"
+    for theme in ("job", "all_reduce"):
+        (wrong,) = doctor("--only", theme, RANK="3", WORLD_SIZE="2")
+        assert (wrong["name"], wrong["text"][:27]) == ("launcher", "RANK is 3 and WORLD_SIZE 2:")
+
+
+@pytest.mark.parametrize("theme", ["all_reduce", "limits"])
+def test_a_job_makes_one_report_of_any_theme(theme: str) -> None:
+    first, second = job("--only", theme, each=[{}, {}])
+    assert second == (0, "")
+    names = {one["name"] for one in findings(first)}
+    assert names == {"all_reduce"} if theme == "all_reduce" else "descriptors" in names
+    assert not names & {"ranks", "versions", "MTU"}
 
 
 def job(

@@ -17,7 +17,7 @@ from pynccl._base.options import Seconds
 from pynccl._base.values import rank_list
 from pynccl._errors import NcclError
 from pynccl._tools.doctor import devices, environment, job, libraries, limits, network, transports
-from pynccl._tools.doctor.finding import LEVELS, Finding, error, worst
+from pynccl._tools.doctor.finding import LEVELS, Finding, error, ok, worst
 from pynccl._tools.machine import Machine
 from pynccl.bootstrap import _environment
 
@@ -66,10 +66,9 @@ def doctor(as_json: bool, strict: bool, only: tuple[str, ...], timeout: float, r
     logging.getLogger("pynccl").setLevel(logging.ERROR)
     machine = Machine(root, dict(os.environ))
     with transports.logged():
-        themes = only or tuple(_THEMES)
-        checks = [check for theme in themes for check in _THEMES[theme]]
+        checks = [check for theme in only or _THEMES for check in _THEMES[theme]]
         findings = [finding for check in checks for finding in check(machine)]
-        merged = _with_job(machine, findings, themes, timeout)
+        merged = _with_job(machine, findings, only, timeout)
     if merged is None:
         return 0
     print(_json(merged) if as_json else "\n".join(_lines(merged)), flush=True)
@@ -78,20 +77,39 @@ def doctor(as_json: bool, strict: bool, only: tuple[str, ...], timeout: float, r
 
 
 def _with_job(
-    machine: Machine, findings: list[Finding], themes: tuple[str, ...], timeout: float
+    machine: Machine, findings: list[Finding], only: tuple[str, ...], timeout: float
 ) -> job.Merged | None:
     """Add the job's findings, or an all_reduce on this machine; return None on ranks other than 0."""
+    themes = only or tuple(_THEMES)
     measures = "all_reduce" in themes
-    # With a contradiction nobody knows how many ranks to wait for.
-    contradicted = worst(list(environment.check_launcher(machine))) == "error"
-    alone = contradicted or _environment.detect(machine.environ).size in (None, 1)
-    if alone or "job" not in themes:
-        more = [transports.alone(timeout)] if measures and not contradicted else []
-        return [(finding, []) for finding in [*findings, *more]]
+    contradictions = [found for found in environment.check_launcher(machine) if found.level == "error"]
+    if contradictions:
+        # Nobody knows how many ranks to wait for.
+        new = contradictions if measures or "job" in themes else []
+        return _own([*findings, *(found for found in new if found not in findings)])
+    size = _environment.detect(machine.environ).size
+    if size in (None, 1):
+        nothing = [_no_job(size)] if "job" in only else []
+        return _own([*findings, *nothing, *([transports.alone(timeout)] if measures else [])])
     try:
-        return job.examine(machine, findings, measures, timeout)
+        return job.examine(machine, findings, themes, timeout)
     except (NcclError, OSError) as failure:
-        return [(finding, []) for finding in [*findings, _apart(failure)]]
+        return _own([*findings, _apart(failure)])
+
+
+def _own(findings: list[Finding]) -> job.Merged:
+    return [(finding, []) for finding in findings]
+
+
+def _no_job(size: int | None) -> Finding:
+    if size == 1:
+        return ok("ranks", "this is the only rank of its job")
+    return error(
+        "ranks",
+        "no launcher has started this process, so there is no job",
+        "The checks of a job compare its ranks.",
+        "Start it on every rank: pynccl run -n N --no-tag -m pynccl doctor",
+    )
 
 
 def _apart(failure: Exception) -> Finding:

@@ -52,7 +52,9 @@ class Report:
 Merged = list[tuple[Finding, list[int]]]
 
 
-def examine(machine: Machine, findings: Sequence[Finding], measures: bool, timeout: float) -> Merged | None:
+def examine(
+    machine: Machine, findings: Sequence[Finding], themes: Sequence[str], timeout: float
+) -> Merged | None:
     """Compare the ranks, and return all findings on rank 0; None on the others."""
     launcher = _environment.detect(machine.environ)
     chosen = _methods.choose(None, None, None, launcher, None)
@@ -60,7 +62,7 @@ def examine(machine: Machine, findings: Sequence[Finding], measures: bool, timeo
     with probe.Listener(network.listener_host(machine)) as listener:
         mine = _report(machine, findings, listener.address)
         with chosen.open(time.monotonic() + timeout * _ARRIVAL) as exchange:
-            return _meet(exchange, mine, measures, deadline)
+            return _meet(exchange, mine, themes, deadline)
 
 
 def _report(machine: Machine, findings: Sequence[Finding], listener: tuple[str, int]) -> Report:
@@ -92,7 +94,7 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _meet(exchange: Exchange, mine: Report, measures: bool, deadline: float) -> Merged | None:
+def _meet(exchange: Exchange, mine: Report, themes: Sequence[str], deadline: float) -> Merged | None:
     came = exchange.collect("report", json.dumps(asdict(mine)).encode())
     complete = len(came) == exchange.size
     reports = {rank: Report(**json.loads(said)) for rank, said in came.items()}
@@ -107,16 +109,15 @@ def _meet(exchange: Exchange, mine: Report, measures: bool, deadline: float) -> 
     # The ranks' arrival had only a part of the time.
     exchange.deadline = deadline
     probes = exchange.collect("probes", json.dumps(_probe(listeners, exchange.rank)).encode())
-    usable = measures and _all_reachable(probes, exchange.size)
+    usable = "all_reduce" in themes and _all_reachable(probes, exchange.size)
     usable = exchange.announce("usable", b"1" if usable else b"0") == b"1"
     times = _measure(exchange, deadline) if usable else None
     ends = exchange.collect("end", json.dumps(times).encode())
     if merged is None:
         return None
-    merged += [(finding, []) for finding in compare(reports)]
-    if silent := [rank for rank in range(exchange.size) if rank not in probes]:
-        merged.append((_silent(silent, exchange.size), []))
-    merged += [(finding, []) for finding in _connections(reports, listeners, probes)]
+    found = [*compare(reports), *_silent(probes, exchange.size), *_connections(reports, listeners, probes)]
+    # Errors stand in the way of every theme.
+    merged += [(finding, []) for finding in found if "job" in themes or finding.level == "error"]
     if usable:
         merged += [(finding, []) for finding in _ended(ends, exchange.size)]
     return merged
@@ -131,13 +132,14 @@ def _absent(missing: list[int], size: int) -> Finding:
     )
 
 
-def _silent(ranks: list[int], size: int) -> Finding:
-    return error(
-        "ranks",
-        f"{rank_list(ranks)} of {size} came, then did not answer",
-        "A collective waits for every rank.",
-        "Look at that process, ps -o pid,stat,wchan: it is stopped, or waits for a disk or a network.",
-    )
+def _silent(probes: dict[int, bytes], size: int) -> Iterator[Finding]:
+    if ranks := [rank for rank in range(size) if rank not in probes]:
+        yield error(
+            "ranks",
+            f"{rank_list(ranks)} of {size} came, then did not answer",
+            "A collective waits for every rank.",
+            "Look at that process, ps -o pid,stat,wchan: it is stopped, or waits for a disk or a network.",
+        )
 
 
 def merge(reports: dict[int, Report]) -> Merged:

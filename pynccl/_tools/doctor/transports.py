@@ -116,10 +116,17 @@ def alone(timeout: float) -> Finding:
             nranks, measure, 0.8 * timeout, backend="auto" if on_gpus else "cpu", timeout=timeout
         )
     except testing.RankError as failure:
-        lines = [line for line in str(failure).splitlines() if line.strip()]
-        # The last line of a rank's traceback.
-        return failed(lines[-1].strip())
+        return failed(_reason(failure))
     return finding(nranks, times[0])
+
+
+def _reason(failure: testing.RankError) -> str:
+    """Return the error of the first rank that has raised one; else the head or the end of the text."""
+    for rank, raised in failure.errors.items():
+        if raised is not None:
+            return f"rank {rank}: {str(raised).splitlines()[0]}"
+    lines = [line.strip() for line in str(failure).splitlines() if line.strip()]
+    return lines[0 if isinstance(failure, testing.RankTimeout) else -1]
 
 
 def failed(text: str) -> Finding:
