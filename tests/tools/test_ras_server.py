@@ -142,7 +142,7 @@ def test_the_client_of_nccl(tmp_path: Path) -> None:
         job.all("all_reduce 5")
         assert job.status().ok
         where = ["-h", "127.0.0.1", "-p", job.address.rpartition(":")[2]]
-        for args in ([], ["-v"], ["-t", "3"]):
+        for args in ([], ["-v"], ["-t", "3"], ["-t", "0"]):
             done = completed([client, *where, *args])
             assert done.returncode == 0, done.stderr
             assert "NCCL version 2.32.3" in done.stdout
@@ -298,12 +298,15 @@ def test_strangers() -> None:
                     pass
                 raise OSError("closed")
         with socket.create_connection((host, int(port)), timeout=10) as one:
-            one.sendall(b"nonsense\r\ntimeout -1\nset format xml\nmonitor\nCLIENT PROTOCOL 2\nstatus\n")
+            one.sendall(b"nonsense\r\ntimeout -1\nset format xml\nmonitor\nCLIENT PROTOCOL 2\n")
+            # NCCL's client documents 0 as no time-out.
+            one.sendall(b"timeout 0\nstatus\n")
             one.shutdown(socket.SHUT_WR)
             answer = one.makefile().read()
         assert answer.startswith(
             "ERROR: Unknown command nonsense\nERROR: Invalid timeout value -1\nERROR: Invalid format xml\n"
-            "ERROR: The CPU library reports no events\nSERVER PROTOCOL 2\nNCCL version 2.32.3"
+            "ERROR: The CPU library reports no events\nSERVER PROTOCOL 2\nOK\nNCCL version 2.32.3"
         )
+        assert "INCOMPLETE" not in answer
         assert answer.endswith("Warnings\n========\n\n")
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

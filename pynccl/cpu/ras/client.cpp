@@ -8,7 +8,7 @@ namespace pncpu {
 namespace {
 
 constexpr size_t kMostLine = 1024, kMostUnsent = 4096;
-constexpr auto kMostPatience = std::chrono::seconds(10);
+constexpr std::chrono::seconds kMostPatience{10};
 constexpr auto kOrders = std::chrono::seconds(10), kDelivery = std::chrono::seconds(10);
 
 // The rest of the line if it begins so, as in NCCL in any case of letters.
@@ -59,7 +59,8 @@ void RasClient::obey(const std::string& line) {
     long seconds = strtol(text, &end, 10);
     if (end == text || *end || seconds < 0)
       return say("ERROR: Invalid timeout value " + std::string(text) + "\n");
-    patience_ = std::chrono::seconds(std::min<long>(seconds, kMostPatience.count()));
+    // NCCL's client documents 0 as no time-out.
+    patience_ = seconds ? std::min(std::chrono::seconds(seconds), kMostPatience) : kMostPatience;
     return say("OK\n");
   }
   if (const char* format = after(line, "set format ")) {
