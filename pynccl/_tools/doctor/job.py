@@ -324,9 +324,9 @@ def _clocks(reports: dict[int, Report], probes: dict[int, bytes]) -> Iterator[Fi
 def _measure(exchange: Exchange, deadline: float) -> transports.Times | dict[str, Any]:
     """Return the times, or the text of the failure and whether another rank has caused it."""
     # Rank 0 also has to hear of it.
-    seconds = max(1.0, (deadline - time.monotonic()) * 0.7)
+    now = time.monotonic()
     try:
-        return transports.measure(exchange.rank, exchange.size, seconds)
+        return transports.measure(exchange.rank, exchange.size, now + 0.7 * (deadline - now))
     except (NcclError, OSError) as failure:
         # Further lines are advice, which the check library gives.
         text = str(failure).splitlines()[0].removesuffix(" Looked for:")

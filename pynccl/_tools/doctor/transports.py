@@ -24,7 +24,8 @@ from pynccl._tools.doctor.libraries import loaded
 _ELEMENTS, _CALLS = 1 << 18, 5
 # The transports by the names in the CPU library's log, and the variables with which it uses them.
 _CPU: dict[str, dict[str, str]] = {
-    "direct reads": {},
+    # Also where the environment has 0, of which the check left-over tells.
+    "direct reads": {"PYNCCL_CPU_DIRECT": "1"},
     "shared memory": {"PYNCCL_CPU_DIRECT": "0"},
     "tcp": {"NCCL_HOSTID": "pynccl doctor, rank {rank}"},
 }
@@ -34,18 +35,17 @@ _LOGGED = re.compile(r"\d+ hosts, (direct reads|shared memory|tcp)$", re.M)
 Times = list[tuple[str, str, float]]
 
 
-def measure(rank: int, nranks: int, seconds: float) -> Times:
-    """Return the times of all_reduce with every rank of the job, measured within some seconds."""
-    deadline = time.monotonic() + seconds
+def measure(rank: int, nranks: int, deadline: float) -> Times:
+    """Return the times of all_reduce with every rank of the job, measured until a time of this machine."""
     library = loaded()
     if isinstance(library, NcclError):
         library = _instead(library)
     if library.backend != "cpu":
-        return [("", "NCCL's choice", _time(seconds))]
+        return [("", "NCCL's choice", _time(deadline))]
     found = []
     for asked, variables in _CPU.items():
         with _variables({name: value.format(rank=rank) for name, value in variables.items()}):
-            spent = _time(max(1.0, deadline - time.monotonic()))
+            spent = _time(deadline)
         found.append((asked, _used(), spent))
     return found
 
@@ -87,9 +87,9 @@ def _variables(given: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _time(timeout: float) -> float:
+def _time(deadline: float) -> float:
     """Return the microseconds of one all_reduce; raise if a sum is wrong."""
-    with pynccl.init(timeout=timeout) as comm:
+    with pynccl.init(timeout=max(1.0, deadline - time.monotonic())) as comm:
         memory = Memory(4 * _ELEMENTS)
         memory.write(np.ones(_ELEMENTS, np.float32), 0)
         buffer, stream = memory.buffer("float32", _ELEMENTS), pynccl.Stream()
@@ -111,10 +111,10 @@ def alone(timeout: float) -> Finding:
     library = loaded()
     on_gpus = not isinstance(library, NcclError) and library.backend == "nccl" and cuda.available()
     nranks = min(2, cuda.device_count()) if on_gpus else 2
+    # Ranks that wait need the rest of the time to say for whom.
+    deadline = time.monotonic() + 0.6 * timeout
     try:
-        times = testing.run(
-            nranks, measure, 0.8 * timeout, backend="auto" if on_gpus else "cpu", timeout=timeout
-        )
+        times = testing.run(nranks, measure, deadline, backend="auto" if on_gpus else "cpu", timeout=timeout)
     except testing.RankError as failure:
         return failed(_reason(failure))
     return finding(nranks, times[0])
