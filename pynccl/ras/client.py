@@ -11,7 +11,7 @@ from types import TracebackType
 from pynccl._errors import NcclTimeoutError
 from pynccl._trace.dumps import printable
 from pynccl.ras import as_json, as_text
-from pynccl.ras.report import Damaged, RasError, Status
+from pynccl.ras.report import Damaged, NoServer, RasError, Status
 
 ADDRESS = "localhost:28028"
 TIMEOUT = 5.0
@@ -26,8 +26,9 @@ _PROTOCOL = 2
 def status(address: str | None = None, *, timeout: float = TIMEOUT, json: bool | None = None) -> Status:
     """Ask the RAS server of a job for its state.
 
-    The address is NCCL_RAS_ADDR's value or localhost:28028 by default. Ranks have `timeout` seconds to
-    answer the server. `json` chooses the format; by default it is JSON, and text where the server lacks it.
+    The address is NCCL_RAS_ADDR's value or localhost:28028 by default. The server has `timeout` seconds to
+    greet, at most 5, and then the ranks have as many to answer the server, which may answer up to 6 s later.
+    `json` chooses the format; by default it is JSON, and text where the server lacks it.
     """
     timeout = _checked_timeout(timeout)
     host, port = parse_address(address)
@@ -75,7 +76,7 @@ def _checked_timeout(timeout: float) -> float:
 
 def _ask(host: str, port: int, where: str, timeout: float, json: bool | None) -> tuple[str, bool]:
     seconds = math.ceil(timeout)
-    with _Connection(host, port, where, min(timeout + _EXTRA_S, _HANDSHAKE_S)) as server:
+    with _Connection(host, port, where, min(timeout, _HANDSHAKE_S)) as server:
         server.greet()
         server.order(f"TIMEOUT {seconds}")
         is_json = json is not False and server.accepts_json(required=bool(json))
@@ -95,7 +96,8 @@ class _Connection:
         except TimeoutError:
             raise self._late("accept the connection") from None
         except (OSError, UnicodeError) as error:
-            raise RasError(
+            kind = NoServer if isinstance(error, ConnectionRefusedError) else RasError
+            raise kind(
                 f"No RAS server answers at {where}: {getattr(error, 'strerror', None) or error}. "
                 "A job of NCCL 2.24 or later listens there unless NCCL_RAS_ENABLE=0 or NCCL_RAS_ADDR is set; "
                 "the CPU library listens only with NCCL_RAS_ENABLE=1 or NCCL_RAS_ADDR"
@@ -184,9 +186,10 @@ class _Connection:
     def _late(self, what: str) -> NcclTimeoutError:
         return NcclTimeoutError(f"The server at {self._where} did not {what} within {self._seconds:g} s")
 
-    def _lost(self, error: OSError) -> RasError:
-        return RasError(f"The connection to {self._where} was lost: {error.strerror or error}")
+    def _lost(self, error: OSError) -> NoServer:
+        return NoServer(f"The connection to {self._where} was lost: {error.strerror or error}")
 
     def _stranger(self, answer: str) -> RasError:
-        said = f"answered {printable(answer[:80])!r}" if answer else "closed the connection without an answer"
-        return RasError(f"{self._where} is no RAS server: it {said}")
+        if not answer:
+            return NoServer(f"{self._where} is no RAS server: it closed the connection without an answer")
+        return RasError(f"{self._where} is no RAS server: it answered {printable(answer[:80])!r}")

@@ -14,9 +14,13 @@ import click
 from pynccl._base.colours import coloured
 from pynccl._base.options import Integer, Seconds
 from pynccl._errors import NcclError
+from pynccl._library.results import result_name
 from pynccl._trace.dumps import printable
 from pynccl.ras.client import ADDRESS, TIMEOUT, parse_address, status
-from pynccl.ras.report import Communicator, Lag, MissingRank, Rank, Status
+from pynccl.ras.report import Communicator, Lag, MissingRank, NoServer, Rank, Status
+
+# Another rank serves within a second after the one that did has ended.
+_TAKES_OVER_S = 1.5
 
 
 def _action(_: click.Context, __: click.Parameter, value: str) -> str:
@@ -25,14 +29,20 @@ def _action(_: click.Context, __: click.Parameter, value: str) -> str:
     return value
 
 
+def _host(_: click.Context, __: click.Parameter, value: str | None) -> str | None:
+    if value == "":
+        raise click.BadParameter("expected a host, not ''")
+    return value
+
+
 @click.command("ras")
 @click.argument("action", callback=_action, default="status", metavar="[status]")
 @click.option("--address", metavar="HOST:PORT", help=f"The server; default: NCCL_RAS_ADDR, else {ADDRESS}.")
-@click.option("--host", help="The server's host, in place of the address's.")
+@click.option("--host", callback=_host, help="The server's host, in place of the address's.")
 @click.option("--port", type=Integer(1, 65535), help="The server's port, in place of the address's.")
 @click.option(
     "--timeout", type=Seconds(0, 86400, min_open=True), default=TIMEOUT, show_default=True,
-    help="Seconds that the ranks have to answer.",
+    help="Seconds for the server to greet, and then for the ranks to answer it.",
 )  # fmt: skip
 @click.option("-v", "--verbose", is_flag=True, help="Show every rank that the server describes.")
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object; with --follow one a line.")
@@ -52,7 +62,8 @@ def ras(
 ) -> int:
     """Show the state of a running job, as its NCCL RAS server knows it.
 
-    Exits with 2 if a rank is missing, behind or failed, with 1 if no server answered.
+    Exits with 2 if a rank is missing, behind or failed, with 1 if no server answered. With --follow it
+    exits with 0 when the job ends.
     """
     try:
         default_host, default_port = parse_address(address)
@@ -61,17 +72,33 @@ def ras(
         parse_address(asked)
     except ValueError as error:
         raise click.UsageError(str(error)) from None
-    while True:
-        try:
-            found = status(asked, timeout=timeout)
-        except NcclError as error:
-            print(coloured(f"pynccl ras: {error}", "error", sys.stderr), file=sys.stderr)
-            return 1
-        text = _json(found, follow is None) if as_json else "\n".join(lines(found, verbose, colours=True))
-        print(text, flush=True)
-        if follow is None:
-            return 0 if found.ok else 2
+    try:
+        for found in _answers(asked, timeout, follow):
+            text = _json(found, follow is None) if as_json else "\n".join(lines(found, verbose, colours=True))
+            print(text, flush=True)
+    except NcclError as error:
+        print(coloured(f"pynccl ras: {error}", "error", sys.stderr), file=sys.stderr)
+        return 1
+    if follow is None:
+        return 0 if found.ok else 2
+    print(f"pynccl ras: the job has ended: nobody answers at {asked} any more", file=sys.stderr)
+    return 0
+
+
+def _answers(address: str, timeout: float, follow: float | None) -> Iterator[Status]:
+    """Yield the answer, or with `follow` one after the other until nobody answers any more."""
+    yield status(address, timeout=timeout)
+    while follow is not None:
         time.sleep(follow)
+        try:
+            found = status(address, timeout=timeout)
+        except NoServer:
+            time.sleep(_TAKES_OVER_S)
+            try:
+                found = status(address, timeout=timeout)
+            except NoServer:
+                return
+        yield found
 
 
 def _json(found: Status, indented: bool) -> str:
@@ -129,7 +156,7 @@ def _communicator(one: Communicator, verbose: bool, name: str) -> Iterator[_Line
     for rank in one.ranks or ():
         if rank.failed:
             code = rank.init_state if rank.init_state not in (0, 7) else rank.async_error
-            yield "error", f"  rank {rank.rank} has failed: result {code}{_place(rank)}"
+            yield "error", f"  rank {rank.rank} has failed: {result_name(code or 0)}{_place(rank)}"
         if rank.state != one.status and rank.state is not None:
             yield "warning", f"  rank {rank.rank} is in state {rank.state}{_place(rank)}"
         if verbose:

@@ -15,6 +15,10 @@ class RasError(NcclError):
     """No RAS server answered, or its answer cannot be read."""
 
 
+class NoServer(RasError):
+    """Nobody listens at the address, or the server has left before its answer."""
+
+
 class Damaged(ValueError):
     """An answer that no RAS server gives."""
 

@@ -192,18 +192,22 @@ def test_verbose_shows_every_rank(serve: Serve) -> None:
     assert "1524344" not in short.stdout and "1524344" in whole.stdout
 
 
-def test_follow_asks_again_until_nobody_answers(serve: Serve) -> None:
+@pytest.mark.parametrize("takes_over", [True, False])
+def test_follow_asks_again_until_nobody_answers(serve: Serve, takes_over: bool) -> None:
+    """A server that is missing once may be another rank that takes over."""
     answer, asked = nccl(as_json=golden("nccl-2.29.1-missing.json")), Counter[str]()
 
-    def ends_after_three(connection: socket.socket) -> None:
+    def answers_at_times(connection: socket.socket) -> None:
         asked["times"] += 1
-        if asked["times"] <= 3:
+        if asked["times"] <= 3 or (takes_over and asked["times"] == 5):
             answer(connection)
 
-    done = command("--address", serve(ends_after_three), "--follow", "0.1", "--json")
-    assert (done.returncode, asked["times"]) == (1, 4)
-    assert [json.loads(line)["ok"] for line in done.stdout.splitlines()] == [False] * 3
-    assert done.stderr.startswith("pynccl ras: ")
+    address = serve(answers_at_times)
+    done = command("--address", address, "--follow", "0.1", "--json")
+    answers, times = (4, 7) if takes_over else (3, 5)
+    assert (done.returncode, asked["times"]) == (0, times)
+    assert [json.loads(line)["ok"] for line in done.stdout.splitlines()] == [False] * answers
+    assert done.stderr == f"pynccl ras: the job has ended: nobody answers at {address} any more\n"
 
 
 def test_who_is_behind(serve: Serve) -> None:
@@ -225,6 +229,13 @@ def test_who_is_behind(serve: Serve) -> None:
     assert shown.returncode == 2
     printed = json.loads(command("status", "--json", "--address", address).stdout)
     assert printed["communicators"][0]["lagging"][0]["ranks"] == [1]
+
+
+def test_a_rank_that_has_failed(serve: Serve) -> None:
+    answer = json.loads(golden("nccl-2.29.1-missing.json"))
+    answer["communicators"][0]["ranks"][0]["status"]["async_error"] = 6
+    shown = command("--address", serve(nccl(as_json=json.dumps(answer))))
+    assert "rank 0 has failed: ncclRemoteError (process 1524344 on " in shown.stdout
 
 
 def test_unreadable_json_is_asked_for_as_text(serve: Serve) -> None:
@@ -268,10 +279,10 @@ def test_a_stranger(serve: Serve) -> None:
         ras.status(serve(http))
 
 
-@pytest.mark.slow
 def test_a_server_that_never_answers(serve: Serve) -> None:
-    with pytest.raises(NcclTimeoutError, match="did not answer the greeting within 5 s"):
-        ras.status(serve(lambda connection: time.sleep(30)), timeout=0.1)
+    address = serve(lambda connection: time.sleep(30))
+    with pytest.raises(NcclTimeoutError, match=r"did not answer the greeting within 0\.1 s"):
+        ras.status(address, timeout=0.1)
 
 
 @pytest.mark.slow
@@ -306,6 +317,12 @@ def test_the_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_RAS_ADDR", "nowhere")
     with pytest.raises(ValueError, match="NCCL_RAS_ADDR must be HOST:PORT"):
         ras.status()
+
+
+def test_an_empty_host() -> None:
+    done = pynccl_command("ras", "--host", "", "--port", "5")
+    assert done.exit_code == 2
+    assert "'--host': expected a host, not ''" in done.output
 
 
 def test_an_address_without_its_option() -> None:
