@@ -85,6 +85,9 @@ def _torchruns(ctx: click.Context, param: click.Parameter, value: str | None) ->
         raise click.UsageError(f"--nproc-per-node is torchrun's; expected -n {value}")
 
 
+_BEFORE = "before SCRIPT: what follows SCRIPT goes to the program"
+
+
 # What follows SCRIPT is the program's, options included.
 @click.command("run", context_settings={"allow_interspersed_args": False})
 @click.option(
@@ -93,7 +96,8 @@ def _torchruns(ctx: click.Context, param: click.Parameter, value: str | None) ->
     "--nranks",
     callback=ranks,
     metavar="N",
-    help="Number of ranks, required; auto: one for each device, or for each core without devices.",
+    help="Number of ranks; auto: one for each device, or for each core without devices. "
+    "Required, except with --hosts if each line of the file has slots=N.",
 )
 @click.option("--cpu", is_flag=True, help="Use the CPU library (PYNCCL_LIBRARY=cpu).")
 @click.option(
@@ -142,9 +146,7 @@ def _torchruns(ctx: click.Context, param: click.Parameter, value: str | None) ->
     metavar="FILE",
     help="Start on the machines of this file, a HOST [slots=N] on each line, by ssh.",
 )
-@click.option(
-    "--ssh", default=SSH, show_default=True, metavar="COMMAND", help="With --hosts: the command for ssh."
-)
+@click.option("--ssh", metavar="COMMAND", help=f"With --hosts: the command for ssh; default: {SSH}.")
 @click.option("--end-with-input", is_flag=True, hidden=True)
 @click.option("--nproc-per-node", "--nproc_per_node", hidden=True, expose_value=False, callback=_torchruns)
 @click.option(
@@ -167,7 +169,7 @@ def run(
     node_rank: int | None,
     store: str | None,
     hosts: Path | None,
-    ssh: str,
+    ssh: str | None,
     end_with_input: bool,
     tag: bool,
     tee: frozenset[int] | None,
@@ -182,12 +184,14 @@ def run(
     Each rank has RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT as under
     torchrun, and finds the others by pynccl.init(). Ranks have no standard input: they read an empty one.
     """
-    if nranks is None:
-        raise click.UsageError("Missing option '-n', before SCRIPT: what follows SCRIPT goes to the program")
     if tee is not None and log_dir is None:
         raise click.UsageError("--tee without --log-dir: the other ranks' output would be lost")
     if hosts is not None:
         return _on_hosts(click.get_current_context(), hosts)
+    if ssh is not None:
+        raise click.UsageError(f"--ssh {ssh!r}: expected --hosts, too")
+    if nranks is None:
+        raise click.UsageError(f"Missing option '-n', {_BEFORE}")
     if end_with_input:
         remote.end_with_input()
     node = _node(nnodes, node_rank, store, restarts)
@@ -236,17 +240,25 @@ def _on_hosts(ctx: click.Context, path: Path) -> int:
         found = read_hosts(path)
     except (OSError, ValueError) as error:
         raise click.UsageError(f"--hosts: {error}") from None
-    try:
-        ssh = shlex.split(given["ssh"])
-    except ValueError as error:
-        raise click.UsageError(f"--ssh {given['ssh']!r}: {error}") from None
-    if not ssh or shutil.which(ssh[0]) is None:
-        raise click.UsageError(f"--ssh {given['ssh']!r}: expected a command that can be executed")
+    if given["nranks"] is None and (unsaid := [host.name for host in found if host.slots is None]):
+        raise click.UsageError(f"Missing option '-n', {_BEFORE}; or give {unsaid[0]} slots=N in {path}")
+    ssh = _ssh(SSH if given["ssh"] is None else given["ssh"])
     if given["store"] is not None:
         _node(2, 0, given["store"])
     options = [text for param in ctx.command.params for text in _forwarded(param, given)]
     nranks = str(given["nranks"] or "auto")
     return run_on(found, ssh, nranks, given["store"], [*options, "--", given["script"], *given["args"]])
+
+
+def _ssh(text: str) -> list[str]:
+    expected = f"--ssh {text!r}: expected a command that can be executed"
+    try:
+        found = shlex.split(text)
+    except ValueError as error:
+        raise click.UsageError(f"{expected} ({error})") from None
+    if not found or shutil.which(found[0]) is None:
+        raise click.UsageError(expected)
+    return found
 
 
 def _forwarded(param: click.Parameter, given: dict[str, Any]) -> list[str]:

@@ -67,15 +67,25 @@ def _write(option: str, path: str, content: bytes) -> None:
         raise TraceError(f"{option}: {path!r} cannot be written: {error.strerror}") from error
 
 
+def _named(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
+    if value == "":
+        raise click.BadParameter("expected the name of a file, not ''")
+    return value
+
+
 @click.command("trace")
 @click.argument("files", nargs=-1, metavar="FILE...", type=click.Path())
-@click.option("--chrome", metavar="OUT", help="Write the calls as Chrome trace events (Perfetto).")
-@click.option("--html", metavar="OUT", help="Write the calls and the report as one HTML page.")
+@click.option(
+    "--chrome", metavar="OUT", callback=_named, help="Write the calls as Chrome trace events (Perfetto)."
+)
+@click.option(
+    "--html", metavar="OUT", callback=_named, help="Write the calls and the report as one HTML page."
+)
 @click.option("--live", is_flag=True, help="Ask the running processes of this machine, and the RAS server.")
 @click.option("--address", metavar="HOST:PORT", help=f"With --live: the RAS server; default: {ADDRESS}.")
 @click.option(
-    "--timeout", type=Seconds(0, 86400, min_open=True), default=TIMEOUT, show_default=True,
-    help="With --live: seconds for the answers.",
+    "--timeout", type=Seconds(0, 86400, min_open=True),
+    help=f"With --live: seconds for the answers; default: {TIMEOUT:g}.",
 )  # fmt: skip
 def trace(
     files: tuple[str, ...],
@@ -83,7 +93,7 @@ def trace(
     html: str | None,
     live: bool,
     address: str | None,
-    timeout: float,
+    timeout: float | None,
 ) -> int:
     """Analyse the dumps of all ranks' flight recorders.
 
@@ -94,10 +104,12 @@ def trace(
     if not files and not live:
         raise click.UsageError("Missing argument 'FILE...'; expected dumps, folders of dumps, or --live")
     if address is not None and not live:
-        raise click.UsageError("--address without --live")
+        raise click.UsageError(f"--address {address}: expected --live, too")
+    if timeout is not None and not live:
+        raise click.UsageError(f"--timeout {timeout:g}: expected --live, too")
     try:
         if live:
-            dumps, text = _live(files, address, timeout)
+            dumps, text = _live(files, address, TIMEOUT if timeout is None else timeout)
         else:
             dumps = read_all(files)
             text = explain(dumps)

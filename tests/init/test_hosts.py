@@ -56,13 +56,17 @@ def start(tmp_path: Path, launched: Launch) -> Start:
     (tmp_path / "program.py").write_text(PROGRAM)
 
     def start_one(
-        text: str, *args: str, options: tuple[str, ...] = (), namespaces: Hosts | None = None
+        text: str,
+        *args: str,
+        options: tuple[str, ...] = (),
+        nranks: tuple[str, ...] = ("-n", "2"),
+        namespaces: Hosts | None = None,
     ) -> subprocess.Popen[str]:
         (tmp_path / "hosts").write_text(text)
         ssh = tmp_path / "my ssh"
         ssh.write_text(SSH.format(*(namespaces.names if namespaces else ("", ""))))
         ssh.chmod(0o700)
-        command = [*PYNCCL_RUN, "-n", "2", "--cpu", "--no-tag", "--hosts", "hosts"]
+        command = [*PYNCCL_RUN, *nranks, "--cpu", "--no-tag", "--hosts", "hosts"]
         return launched(
             [*command, "--ssh", f"'{ssh}'", *options, "program.py", *args],
             env=clean_environment() | {"NCCL_DEBUG_SUBSYS": "NET"},
@@ -115,7 +119,7 @@ def test_a_signal_ends_all_machines(number: signal.Signals, start: Start) -> Non
 
 
 def test_one_machine(start: Start) -> None:
-    job = start("127.0.0.1 slots=1\n")
+    job = start("127.0.0.1 slots=1\n", nranks=())
     out, errors = job.communicate(timeout=50)
     assert job.returncode == 0, errors
     assert [words[2:4] for words in said(out)] == [["0", "1"]]
@@ -142,7 +146,11 @@ def test_a_machine_that_ssh_does_not_reach(start: Start) -> None:
         ("a", ("--status",), "--status with --hosts: expected one machine"),
         ("a", ("--store", "x"), "--store x: expected HOST:PORT"),
         ("a", ("--ssh", "no-such-command"), "--ssh 'no-such-command': expected a command that can be"),
-        ("a", ("--ssh", "'"), "No closing quotation"),
+        (
+            "a",
+            ("--ssh", "'"),
+            """--ssh "'": expected a command that can be executed (No closing quotation)""",
+        ),
     ],
 )
 def test_wrong_files_and_options(text: str, options: tuple[str, ...], words: str, tmp_path: Path) -> None:
@@ -151,3 +159,12 @@ def test_wrong_files_and_options(text: str, options: tuple[str, ...], words: str
     done = pynccl_command("run", "-n", "2", "--hosts", str(hosts), *options, __file__)
     assert done.exit_code == 2
     assert words in done.output
+
+
+def test_a_machine_without_a_number_of_ranks(tmp_path: Path) -> None:
+    hosts = tmp_path / "hosts"
+    hosts.write_text("a slots=2\nb\n")
+    done = pynccl_command("run", "--hosts", str(hosts), __file__)
+    assert done.exit_code == 2
+    assert "Missing option '-n'" in done.output
+    assert "or give b slots=N" in " ".join(done.output.split())

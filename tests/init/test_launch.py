@@ -865,6 +865,7 @@ def _children(pid: int) -> list[str]:
         (["-n", "2", "--log-dir", "x", "--tee", "0,2", "x.py"], "--tee 2: expected ranks below 2"),
         (["-n", "2", "python3", "x"], "SCRIPT is 'python3'; leave it out: pynccl run starts Python itself"),
         (["-n", "2", "--log-dir", "", "x.py"], "expected a folder, not ''"),
+        (["-n", "2", "--ssh", "rsh", "x.py"], "--ssh 'rsh': expected --hosts, too"),
         (["-n", "2", "--no-python", "-m", "x"], "-m and --no-python: expected one of them"),
         (["-n", "2", "/no/such.py"], "SCRIPT is '/no/such.py'; there is no such file"),
         (["-n", "2", "/tmp"], "SCRIPT is '/tmp', a folder; expected a program, or __main__.py in it"),

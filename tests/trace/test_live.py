@@ -112,7 +112,10 @@ def test_nothing_to_ask(tmp_path: Path) -> None:
     ("args", "words"),
     [
         ([], "expected dumps, folders of dumps, or --live"),
-        (["--address", "localhost:1", "traces"], "--address without --live"),
+        (["--address", "localhost:1", "traces"], "--address localhost:1: expected --live, too"),
+        (["--timeout", "3", "traces"], "--timeout 3: expected --live, too"),
+        (["--html", "", "traces"], "'--html': expected the name of a file, not ''"),
+        (["--chrome", "", "traces"], "'--chrome': expected the name of a file, not ''"),
         (["--live", "--address", "nowhere"], "nowhere"),
         (["--live", "--timeout", "0"], "0"),
         (["--live", "--timeout", "nan"], "nan is not in the range 0<x<=86400"),
