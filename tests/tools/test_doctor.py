@@ -545,6 +545,14 @@ def test_a_time_out_that_is_none(value: str) -> None:
     assert not those(doctor("--only", "environment", PYNCCL_TIMEOUT="2.5"), "PYNCCL_TIMEOUT")
 
 
+@pytest.mark.parametrize("value", ["xx", "::1:5", "localhost:0"])
+def test_an_address_of_ras_that_is_none(value: str) -> None:
+    found = doctor("--only", "environment", NCCL_RAS_ADDR=value)
+    text = only(found, "NCCL_RAS_ADDR", "warning")["text"]
+    assert text == f"NCCL_RAS_ADDR is '{value}'; expected HOST:PORT or [IPV6]:PORT"
+    assert not those(doctor("--only", "environment", NCCL_RAS_ADDR="[::1]:5"), "NCCL_RAS_ADDR")
+
+
 def test_a_variable_that_only_the_library_knows(compile_library: Callable[..., str]) -> None:
     source = fake_nccl.source(23300) + 'const char tomorrow[] = "NCCL_OF_TOMORROW";\n'
     library = compile_library(source, "libnccl.so.2")
@@ -577,6 +585,9 @@ def test_files_of_settings(tmp_path: Path) -> None:
 def test_a_file_of_settings_that_is_not_there(tmp_path: Path) -> None:
     found = said(variables_of.check_files, tmp_path, NCCL_CONF_FILE=str(tmp_path / "gone"))
     assert f"{tmp_path}/gone, which is not a file" in found.text
+    os.mkfifo(tmp_path / "pipe")
+    named = doctor("--only", "environment", NCCL_CONF_FILE=str(tmp_path / "pipe"))
+    assert f"{tmp_path}/pipe, which is not a file" in only(named, "nccl.conf", "error")["text"]
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from pynccl._tools.doctor.libraries import loaded, opened
 from pynccl._tools.machine import Machine
 from pynccl.bootstrap import _environment, _variables
 from pynccl.bootstrap._variables import PYNCCL
+from pynccl.ras.client import parse_address
 
 # Names that others read, or that an older release read, and the name of today.
 _RENAMED = {
@@ -121,6 +122,21 @@ def check_time_limit(machine: Machine) -> Iterator[Finding]:
             )
 
 
+def check_ras_address(machine: Machine) -> Iterator[Finding]:
+    """Read the address of the RAS server."""
+    if not (address := machine.environ.get("NCCL_RAS_ADDR")):
+        return
+    try:
+        parse_address(address)
+    except ValueError:
+        yield warning(
+            "NCCL_RAS_ADDR",
+            f"NCCL_RAS_ADDR is {address!r}; expected HOST:PORT or [IPV6]:PORT",
+            "The job has no RAS server, and pynccl ras refuses the variable.",
+            "NCCL_RAS_ADDR=localhost:28028, or another address of this machine.",
+        )
+
+
 def check_files(machine: Machine) -> Iterator[Finding]:
     """List the files of settings that are in effect, and the names in them that nothing reads."""
     own = machine.environ.get("NCCL_CONF_FILE")
@@ -136,7 +152,9 @@ def check_files(machine: Machine) -> Iterator[Finding]:
         )
     for path in paths:
         with suppress(OSError):
-            yield from _settings(machine, path, path.read_text(errors="replace"))
+            # A pipe would wait for a program that writes.
+            if path.is_file():
+                yield from _settings(machine, path, path.read_text(errors="replace"))
 
 
 def _settings(machine: Machine, path: Path, text: str) -> Iterator[Finding]:
@@ -231,4 +249,4 @@ def _others(machine: Machine) -> Iterator[str]:
             )
 
 
-CHECKS = (check_names, check_left_over, check_time_limit, check_files, check_launcher)
+CHECKS = (check_names, check_left_over, check_time_limit, check_ras_address, check_files, check_launcher)
