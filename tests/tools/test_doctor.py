@@ -716,6 +716,18 @@ def test_a_job_of_a_launcher(launcher: str) -> None:
     assert re.search(r"^ok       all_reduce +1 MiB on 2 ranks: direct reads \d+ us, ", done.stdout, re.M)
 
 
+@pytest.mark.parametrize("call", [2, 3])
+def test_a_rank_that_dies(call: int) -> None:
+    """Rank 0 reports it before the launcher kills it."""
+    env = environment(PYNCCL_CPU_FAULT=f"rank=1,call={call},action=die")
+    command = [*PYNCCL_RUN, "-n", "3", "--no-tag", "-m", "pynccl", "doctor", "--only", "all_reduce"]
+    done = completed(command, env=env, timeout=40)
+    assert done.returncode == 128 + signal.SIGKILL
+    assert re.search(r"^error +all_reduce +rank [02]: rank 1 .*died", done.stdout, re.M), (
+        done.stdout + done.stderr
+    )
+
+
 def test_ranks_that_differ(compile_library: Callable[..., str]) -> None:
     library = compile_library(fake_nccl.source(21903), "libnccl.so.2")
     other = {"PYNCCL_LIBRARY": library, "NCCL_ALGO": "Tree", "NCCL_HOSTID": "b"}

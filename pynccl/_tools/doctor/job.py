@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import platform
+import signal
 import socket
 import time
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -31,6 +33,8 @@ _CONNECT_SECONDS = 3.0
 _CLOCK_SECONDS = 0.5
 # The part of the time in which the ranks must have come; the rest is for what follows.
 _ARRIVAL = 0.5
+# Seconds for the others to report the death of a rank: launchers kill ranks 5 s after SIGTERM.
+_LAST_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -111,8 +115,9 @@ def _meet(exchange: Exchange, mine: Report, themes: Sequence[str], deadline: flo
     probes = exchange.collect("probes", json.dumps(_probe(listeners, exchange.rank)).encode())
     usable = "all_reduce" in themes and _all_reachable(probes, exchange.size)
     usable = exchange.announce("usable", b"1" if usable else b"0") == b"1"
-    times = _measure(exchange, deadline) if usable else None
-    ends = exchange.collect("end", json.dumps(times).encode())
+    with _ends_later():
+        times = _measure(exchange, deadline) if usable else None
+        ends = exchange.collect("end", json.dumps(times).encode())
     if merged is None:
         return None
     found = [*compare(reports), *_silent(probes, exchange.size), *_connections(reports, listeners, probes)]
@@ -321,6 +326,16 @@ def _clocks(reports: dict[int, Report], probes: dict[int, bytes]) -> Iterator[Fi
 # --- all_reduce ---------------------------------------------------------------------------------------------
 
 
+@contextmanager
+def _ends_later() -> Iterator[None]:
+    """Ignore SIGTERM, by which a launcher ends the other ranks of one that has died: they report it."""
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def _measure(exchange: Exchange, deadline: float) -> transports.Times | dict[str, Any]:
     """Return the times, or the text of the failure and whether another rank has caused it."""
     # Rank 0 also has to hear of it.
@@ -328,6 +343,8 @@ def _measure(exchange: Exchange, deadline: float) -> transports.Times | dict[str
     try:
         return transports.measure(exchange.rank, exchange.size, now + 0.7 * (deadline - now))
     except (NcclError, OSError) as failure:
+        if isinstance(failure, RankFailedError):
+            exchange.deadline = min(deadline, time.monotonic() + _LAST_SECONDS)
         # Further lines are advice, which the check library gives.
         text = str(failure).splitlines()[0].removesuffix(" Looked for:")
         return {"text": text, "other": isinstance(failure, RankFailedError)}
