@@ -20,7 +20,7 @@ class Watch(Protocol):
         """Return the error that the watchdog has found, or None."""
 
 
-class Base(Protocol):
+class MemoryOwner(Protocol):
     """The part of a communicator that this package uses."""
 
     handle: int
@@ -53,7 +53,7 @@ class Base(Protocol):
         """Make a call that ends at the time-out; wait until a non-blocking communicator has accepted it."""
 
 
-def complete(owner: Base, what: str, timeout: float | None = None) -> None:
+def complete(owner: MemoryOwner, what: str, timeout: float | None = None) -> None:
     """Wait for the calls in flight, which use the memory; the caller has reserved the communicator."""
     for stream in used_streams(owner.c):
         owner.wait(stream, what, timeout)
@@ -69,7 +69,7 @@ def used_streams(comm: Any) -> list[int]:
     return found
 
 
-def refuse_unless_idle(owner: Base, what: str, array: Any) -> None:
+def refuse_unless_idle(owner: MemoryOwner, what: str, array: Any) -> None:
     """Raise in a group and during a graph capture: neither can record a registration."""
     own = [] if owner.waits or owner.streamless else [kind_of(array).current(array)]
     owner.outside_groups(what, *own)

@@ -13,11 +13,11 @@ from pynccl._arrays.buffers import Buffer, Span, held
 from pynccl._arrays.dtypes import itemsize
 from pynccl._base.values import refuse_copy
 from pynccl._errors import NcclError, NcclInvalidUsage
-from pynccl._memory.owner import Base, complete, refuse_unless_idle
+from pynccl._memory.owner import MemoryOwner, complete, refuse_unless_idle
 from pynccl._trace.callers import caller_line
 
 
-class Owner(Base, Protocol):
+class Owner(MemoryOwner, Protocol):
     """A communicator with its registrations."""
 
     registrations: Registrations

@@ -20,7 +20,7 @@ from pynccl._library.binding import ffi, lib
 from pynccl._library.generated import kinds
 from pynccl._library.status import check, remember_late
 from pynccl._memory import creation
-from pynccl._memory.owner import Base, complete, refuse_unless_idle
+from pynccl._memory.owner import MemoryOwner, complete, refuse_unless_idle
 from pynccl._trace import recorder
 from pynccl._trace.callers import caller_line
 
@@ -29,7 +29,7 @@ _REGISTER, _DEREGISTER = kinds.FUNCTIONS[kinds.WINDOW], kinds.FUNCTIONS[kinds.CL
 Exchange = Callable[[int, Sequence[int]], Any]
 
 
-class Owner(Base, Protocol):
+class Owner(MemoryOwner, Protocol):
     """A communicator with its windows."""
 
     windows: Windows
