@@ -267,9 +267,11 @@ class Communicator(Operations, Hinting):
     def split(self, color: int | None, key: int = 0, *, config: ConfigLike = None) -> Communicator | None:
         """Make a communicator of the ranks with the same color, ordered by key (ncclCommSplit, NCCL >= 2.18).
 
-        Every rank must call it. With `color=None` this rank joins no communicator and gets None. Raises
-        TypeError or ValueError for wrong arguments, NotSupportedError with an older library, and NcclError if
-        the creation fails.
+        Every rank must call it. With `color=None` this rank joins no communicator and gets None.
+
+        Raises TypeError or ValueError for wrong arguments, NotSupportedError with an older library,
+        NcclInvalidUsage in a group, during a graph capture and once the communicator is closed; and otherwise
+        as `all_reduce` does, RankFailedError or NcclTimeoutError for example.
         """
         child = derive.split(self._core, color, key, config)
         return None if child is None else self._of(child)
@@ -291,7 +293,8 @@ class Communicator(Operations, Hinting):
         not proven to have ended, since the others may continue on their own; `quorum=None` drops this
         condition.
 
-        Raises TypeError or ValueError for wrong arguments, and NcclError if the creation fails.
+        Also raises TypeError or ValueError for wrong arguments, NcclTimeoutError if it takes too long, and
+        another NcclError if the creation fails.
         """
         if quorum not in ("majority", None):
             raise ValueError(f"quorum is {shown(quorum)}; expected 'majority' or None")
@@ -361,14 +364,16 @@ class Communicator(Operations, Hinting):
     def suspend(self) -> None:
         """Release the communicator's device memory until `resume` (ncclCommSuspend, NCCL >= 2.29.7).
 
-        Raises NotSupportedError with an older library, and NcclError if the library refuses.
+        Every rank must call it. Raises NotSupportedError with an older library, NcclInvalidUsage in a group,
+        during a graph capture and once the communicator is closed; and otherwise as `all_reduce` does,
+        CollectiveMismatchError, RankFailedError or NcclTimeoutError for example.
         """
         end.suspend(self._core)
 
     def resume(self) -> None:
         """Allocate the device memory again that `suspend` released (ncclCommResume, NCCL >= 2.29.7).
 
-        Raises NotSupportedError with an older library, and NcclError if the library refuses.
+        Every rank must call it. Raises as `suspend` does.
         """
         end.resume(self._core)
 

@@ -62,6 +62,9 @@ class Engine:
     """One rank of an engine's group; its tensors are whatever pynccl's calls take.
 
     With one rank it is disabled, as in the engines: its calls do nothing and return None.
+
+    Every operation raises as `Communicator.all_reduce` does: TypeError, ValueError, NcclInvalidUsage,
+    CollectiveMismatchError, RankFailedError, NcclTimeoutError, or another NcclError.
     """
 
     # None without a process group.

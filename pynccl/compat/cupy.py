@@ -162,7 +162,7 @@ def _restored(args: tuple[Any, ...], state: dict[str, Any]) -> NcclError:
 
 
 def check_status(status: int) -> None:
-    """Raise the exception of a result code."""
+    """Raise the NcclError of a result code; none for 0."""
     if status:
         raise NcclError(status)
 
@@ -182,17 +182,23 @@ def _translated(error: _base.NcclError) -> _base.NcclError:
 
 
 def get_build_version() -> int:
-    """Return the loaded version, in place of the version of the build."""
+    """Return the loaded version, in place of the version of the build; raises as get_version does."""
     return get_version()
 
 
 def get_version() -> int:
-    """Return the loaded library's version, such as 23203 for 2.32.3."""
+    """Return the loaded library's version, such as 23203 for 2.32.3.
+
+    Raises pynccl.LibraryNotFoundError if no library can be loaded.
+    """
     return int(_call(capi.ncclGetVersion))
 
 
 def get_unique_id() -> bytes:
-    """Return the 128 bytes that the ranks of one communicator share."""
+    """Return the 128 bytes that the ranks of one communicator share.
+
+    Raises NcclError if NCCL fails, and pynccl.LibraryNotFoundError if no library can be loaded.
+    """
     return bytes(_call(capi.ncclGetUniqueId))
 
 
@@ -258,12 +264,15 @@ _grouped = _Grouped()
 
 
 def groupStart() -> None:
-    """Begin a group of calls."""
+    """Begin a group of calls; raises pynccl.LibraryNotFoundError if no library can be loaded."""
     _grouped.open()
 
 
 def groupEnd() -> None:
-    """End a group of calls, and start them."""
+    """End a group of calls, and start them.
+
+    Raises NcclError without groupStart, or of the call that failed, and RankFailedError if ranks died.
+    """
     _grouped.close()
 
 
@@ -289,6 +298,10 @@ class NcclCommunicator:
 
     With PYNCCL_TIMEOUT its ranks watch each other, PYNCCL_CHECK=1 compares their calls, and the flight
     recorder has them.
+
+    Every operation raises this module's NcclError with NCCL's status, with PYNCCL_TIMEOUT its RankFailedError
+    if ranks died, TypeError, OverflowError or ValueError for a wrong argument, and pynccl.NotSupportedError
+    if the loaded library lacks the function.
     """
 
     _core: _Core

@@ -43,7 +43,8 @@ def init_process_group(
     """Meet the other ranks at rank 0's host and port, or over MPI, and return the communication backend.
 
     Host and port are by default CUPYX_DISTRIBUTED_HOST and CUPYX_DISTRIBUTED_PORT. The device
-    is the current one.
+    is the current one. Raises ValueError for wrong arguments, RuntimeError for `use_mpi=True` without mpi4py,
+    and otherwise as `pynccl.init` does, BootstrapError for example.
     """
     if n_devices <= 0:
         raise ValueError(f"n_devices is {n_devices}; expected 1 or more")
@@ -57,7 +58,11 @@ def init_process_group(
 
 
 class NCCLBackend:
-    """Rank `rank` of `n_devices`; each method writes to the same arrays as cupyx.distributed."""
+    """Rank `rank` of `n_devices`; each method writes to the same arrays as cupyx.distributed.
+
+    Every operation raises as `Communicator.all_reduce` does: TypeError, ValueError, NcclInvalidUsage,
+    CollectiveMismatchError, RankFailedError, NcclTimeoutError, or another NcclError.
+    """
 
     def __init__(
         self,

@@ -18,12 +18,19 @@ __all__ = [*_wrapper.__all__, "PyNcclCommunicator", "install"]
 
 
 def install() -> None:
-    """Make SGLang use this NCCLLibrary, in place of its pynccl_wrapper; call it before SGLang is imported."""
+    """Make SGLang use this NCCLLibrary, in place of its pynccl_wrapper; call it before SGLang is imported.
+
+    Raises NcclError if SGLang's pynccl_wrapper is imported already.
+    """
     _wrapper.replace("sglang.srt.distributed.device_communicators.pynccl_wrapper", sys.modules[__name__])
 
 
 class PyNcclCommunicator(Engine):
-    """SGLang's communicator: reductions in place, and disabled until `change_state` enables it."""
+    """SGLang's communicator: reductions in place, and disabled until `change_state` enables it.
+
+    Every operation raises as `Communicator.all_reduce` does: TypeError, ValueError, NcclInvalidUsage,
+    CollectiveMismatchError, RankFailedError, NcclTimeoutError, or another NcclError.
+    """
 
     begins_disabled = True
 

@@ -22,12 +22,19 @@ __all__ = [*_wrapper.__all__, "PyNcclCommunicator", "install"]
 
 
 def install() -> None:
-    """Make vLLM use this NCCLLibrary, in place of its pynccl_wrapper; call it before vLLM is imported."""
+    """Make vLLM use this NCCLLibrary, in place of its pynccl_wrapper; call it before vLLM is imported.
+
+    Raises NcclError if vLLM's pynccl_wrapper is imported already.
+    """
     _wrapper.replace("vllm.distributed.device_communicators.pynccl_wrapper", sys.modules[__name__])
 
 
 class PyNcclCommunicator(Engine):
-    """vLLM's communicator: the output first, reductions out of place."""
+    """vLLM's communicator: the output first, reductions out of place.
+
+    Every operation raises as `Communicator.all_reduce` does: TypeError, ValueError, NcclInvalidUsage,
+    CollectiveMismatchError, RankFailedError, NcclTimeoutError, or another NcclError.
+    """
 
     _suspended = False
 

@@ -98,6 +98,11 @@ class Comm(Persistent):
     """An mpi4py communicator that sends device arrays by NCCL; every rank must create one.
 
     `mpi` is the mpi4py communicator, `nccl` the pynccl one. All other attributes are mpi4py's own.
+
+    Every operation raises, on device arrays, as `Communicator.all_reduce` does: TypeError, ValueError,
+    NcclInvalidUsage, CollectiveMismatchError, RankFailedError, NcclTimeoutError, or another NcclError; and
+    NotSupportedError for what NCCL lacks, such as a tag, a status, or a reduction of this kind. On host
+    memory it raises MPI.Exception, as mpi4py does, and TypeError if some of its arrays are on a device.
     """
 
     def __init__(
@@ -446,7 +451,10 @@ class Comm(Persistent):
                     self._calls.reduce(mine, target if root == self.rank else None, reduction, root)
 
     def Barrier(self) -> None:
-        """Return when every rank has called Barrier."""
+        """Return when every rank has called Barrier, which is MPI's.
+
+        Raises MPI.Exception, and the NcclError of messages that `Start` has left to this call.
+        """
         self.lane.issue()
         self.mpi.Barrier()
 
@@ -538,11 +546,14 @@ class Comm(Persistent):
     # --- derived communicators and the end ---
 
     def Split(self, color: int = 0, key: int = 0) -> Comm | MPI.Comm:
-        """Make a communicator of the ranks with the same color; MPI.COMM_NULL for MPI.UNDEFINED."""
+        """Make a communicator of the ranks with the same color; MPI.COMM_NULL for MPI.UNDEFINED.
+
+        Raises as `Communicator.split` does, NcclTimeoutError for example, or MPI.Exception.
+        """
         return self._relative(self.mpi.Split(color, key))
 
     def Dup(self, info: MPI.Info | None = None) -> Comm:
-        """Make another communicator of the same ranks."""
+        """Make another communicator of the same ranks; raises as Split does."""
         copy = self._relative(self.mpi.Dup(info))
         assert isinstance(copy, Comm)
         return copy
@@ -561,13 +572,19 @@ class Comm(Persistent):
         return relative
 
     def Free(self) -> None:
-        """Destroy the NCCL communicator, and free the MPI one unless it is MPI's own."""
+        """Destroy the NCCL communicator, and free the MPI one unless it is MPI's own.
+
+        Raises as `Communicator.destroy` does, RankFailedError for example, or MPI.Exception.
+        """
         self.nccl.destroy()
         if self.mpi not in (MPI.COMM_WORLD, MPI.COMM_SELF):
             self.mpi.Free()
 
     def Disconnect(self) -> None:
-        """Destroy the NCCL communicator, and disconnect the MPI one unless it is MPI's own."""
+        """Destroy the NCCL communicator, and disconnect the MPI one unless it is MPI's own.
+
+        Raises as Free does.
+        """
         self.nccl.destroy()
         if self.mpi not in (MPI.COMM_WORLD, MPI.COMM_SELF):
             self.mpi.Disconnect()

@@ -20,6 +20,9 @@ class Persistent:
 
     `preparing` returns a communicator with mpi4py's methods, whose calls MPI prepares on the host, and on the
     device become steps.
+
+    Every operation raises for its arguments what the method without `_init` does: TypeError, ValueError,
+    NotSupportedError, or NcclInvalidUsage once the communicator is closed; on host memory MPI.Exception.
     """
 
     def __init__(

@@ -145,6 +145,10 @@ class Prequest:
     On the CPU library `Start` returns at once, and `Wait` waits for the result. On a GPU the work is on the
     stream that was current at `*_init`, and `Wait` makes the host wait for it. `Startall`, `Waitall` and
     `Testall` also accept requests of mpi4py among these.
+
+    Every operation raises NcclInvalidUsage once the request is freed, NotSupportedError for a status,
+    TypeError for what is no request, and the errors of the call as `Communicator.all_reduce` does,
+    RankFailedError or NcclTimeoutError for example.
     """
 
     def __init__(self, lane: Lane, runs: Sequence[Run], stream: int) -> None:
@@ -202,10 +206,7 @@ class Prequest:
         return self._message + 1
 
     def Wait(self, status: MPI.Status | None = None) -> bool:
-        """Wait for the call that was started; return True, at once if the request is inactive.
-
-        Raises as `Communicator.synchronize` does, and NotSupportedError for a status.
-        """
+        """Wait for the call that was started; return True, at once if the request is inactive."""
         event = self._live()
         require_no_status(status)
         if self._active:

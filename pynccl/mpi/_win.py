@@ -42,6 +42,10 @@ class Win:
 
     `comm` is the `Comm` of the window, `memory` this rank's array. Puts take signal 0 of context 0 of
     `comm.nccl`: other calls must not use this signal while windows exist.
+
+    Every operation raises TypeError or ValueError for wrong arguments, NcclInvalidUsage once the window is
+    freed, and NotSupportedError for what NCCL lacks; otherwise as `Communicator.window` and `put_signal` do,
+    RankFailedError or NcclTimeoutError for example, or MPI.Exception, since it also calls MPI.
     """
 
     def __init__(self, comm: Comm, memory: Any, disp_unit: int, flavor: int) -> None:

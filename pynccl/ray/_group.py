@@ -48,6 +48,9 @@ class Group(BaseGroup):
 
     Arrays are NumPy or CuPy arrays or torch tensors. Calls on device arrays use the current stream of the
     array's library. Calls on host arrays, which need the CPU library, return when the result is there.
+
+    Every operation raises as `Communicator.all_reduce` does: TypeError, ValueError, NcclInvalidUsage,
+    CollectiveMismatchError, RankFailedError, NcclTimeoutError, or another NcclError.
     """
 
     def __init__(self, world_size: int, rank: int, group_name: str) -> None:
@@ -66,13 +69,16 @@ class Group(BaseGroup):
         return True
 
     def shrink(self, exclude: Iterable[int]) -> Communicator:
-        """Leave out failed ranks; the others are numbered anew, in their order."""
+        """Leave out failed ranks; the others are numbered anew, in their order.
+
+        Raises as `Communicator.shrink` does.
+        """
         self.communicator = self.communicator.shrink(exclude, abort=True)
         self._rank, self._world_size = self.communicator.rank, self.communicator.size
         return self.communicator
 
     def destroy_group(self) -> None:
-        """Destroy the communicator, or abort it if another rank has failed."""
+        """Destroy the communicator, or abort it and log the NcclError if another rank has failed."""
         try:
             self.communicator.destroy()
         except NcclError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import importlib
 import inspect
 import re
@@ -238,11 +239,47 @@ def test_what_help_says() -> None:
 
 @pytest.mark.parametrize("name", [name for name in vars(Operations) if not name.startswith("_")])
 def test_every_operation_names_its_errors(name: str) -> None:
-    text = inspect.getdoc(getattr(Communicator, name)) or ""
-    named = set(re.findall(r"\b[A-Z]\w+Error\b", text)) - {"TypeError", "ValueError"}
-    assert all(hasattr(pynccl, error) for error in named)
+    named = errors_in(inspect.getdoc(getattr(Communicator, name)))
     if name == "pre_mul_sum":  # which calls nothing
         assert named == {"NotSupportedError"}
     else:
         assert named >= {"NcclError", "RankFailedError", "NcclTimeoutError", "CollectiveMismatchError"}
-        assert "NcclInvalidUsage" in text
+        assert "NcclInvalidUsage" in named
+
+
+@pytest.mark.parametrize(
+    "name", ["split", "shrink", "grow", "window", "suspend", "resume", "finalize", "destroy"]
+)
+def test_every_call_of_all_ranks_names_the_errors_of_others(name: str) -> None:
+    text = inspect.getdoc(getattr(Communicator, name)) or ""
+    like_others = re.search("as `(all_reduce|suspend)` does", text)
+    assert like_others or errors_in(text) >= {"RankFailedError", "NcclTimeoutError"}
+
+
+# By file a class whose operations raise the same, as its docstring says; some need other packages.
+ALIKE = {
+    "compat/_engine.py": "Engine",
+    "compat/cupy.py": "NcclCommunicator",
+    "compat/cupyx.py": "NCCLBackend",
+    "compat/sglang.py": "PyNcclCommunicator",
+    "compat/vllm.py": "PyNcclCommunicator",
+    "mpi/_comm.py": "Comm",
+    "mpi/_persistent.py": "Persistent",
+    "mpi/_requests.py": "Prequest",
+    "mpi/_win.py": "Win",
+    "ray/_group.py": "Group",
+}
+
+
+@pytest.mark.parametrize("file", ALIKE)
+def test_a_class_names_the_errors_of_its_operations(file: str) -> None:
+    tree = ast.parse((Path(pynccl.__file__).parent / file).read_text())
+    (cls,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == ALIKE[file])
+    assert errors_in((ast.get_docstring(cls) or "").partition("Every operation raises")[2])
+
+
+def errors_in(text: str | None) -> set[str]:
+    """Return the errors of pynccl that a docstring names; there is no other but Python's own."""
+    named = {*re.findall(r"\b(?:Nccl[A-Z]\w+|[A-Z]\w+Error)\b", text or "")} - {*dir(builtins)}
+    assert all(hasattr(pynccl, error) for error in named)
+    return named
