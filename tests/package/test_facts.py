@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 
 import pytest
@@ -69,6 +70,28 @@ def test_versions_of_nccl_stand_in_tables() -> None:
 
 
 GENERATED = ("since.hpp", "nccl.h")
+
+
+def test_python_compares_no_version_of_nccl() -> None:
+    """Features ask the generated tables; the loader only has the two forms of ncclGetVersion's code."""
+    found = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            sides = [node.left, *node.comparators] if isinstance(node, ast.Compare) else []
+            found += [path.name for side in sides if is_version(side)]
+    assert found == ["loader.py"]
+
+
+def is_version(node: ast.expr) -> bool:
+    """Tell whether an expression is a literal such as 22803 or (2, 28, 3)."""
+    try:
+        value = ast.literal_eval(node)
+    except ValueError:
+        return False
+    numbers = value if isinstance(value, tuple) else (value,)
+    if len(numbers) == 1:
+        return isinstance(numbers[0], int) and 20000 <= numbers[0] < 40000
+    return numbers[:1] == (2,) and all(isinstance(number, int) for number in numbers)
 
 
 def test_the_oldest_nccl_is_the_same_everywhere() -> None:
