@@ -34,7 +34,7 @@ SIZES = {
 
 
 @pytest.fixture(scope="module")
-def null(compile_library: Callable[..., str]) -> Callable[[int], str]:
+def null_of(compile_library: Callable[..., str]) -> Callable[[int], str]:
     return functools.cache(lambda version: compile_library(source(version), f"libnull{version}.so"))
 
 
@@ -50,20 +50,22 @@ for struct in ({", ".join(expressions)},):
 
 
 @pytest.mark.parametrize("version", SIZES)
-def test_size_follows_the_loaded_version(run_python: Run, null: Callable[[int], str], version: int) -> None:
+def test_size_follows_the_loaded_version(
+    run_python: Run, null_of: Callable[[int], str], version: int
+) -> None:
     sizes = SIZES[version]
-    found = packed(run_python, null(version), *(f"{name}()" for name in sizes))
+    found = packed(run_python, null_of(version), *(f"{name}()" for name in sizes))
     for (name, size), data in zip(sizes.items(), found, strict=True):
         assert len(data) == size, name
         magic = 0x74685283 if name == "SimInfo" else 0xCAFEBEEF
         assert struct.unpack_from("NII", data) == (size, magic, min(version, 23203))
 
 
-def test_fields_land_where_they_belong(run_python: Run, null: Callable[[int], str]) -> None:
+def test_fields_land_where_they_belong(run_python: Run, null_of: Callable[[int], str]) -> None:
     config = "Config(blocking=0, minCTAs=2, maxCTAs=4, splitShare=True)"
-    (data,) = packed(run_python, null(21903), config)
+    (data,) = packed(run_python, null_of(21903), config)
     assert struct.unpack("NIIiiiiPi4x", data) == (48, 0xCAFEBEEF, 21903, 0, UNDEFINED, 2, 4, 0, 1)
-    (data,) = packed(run_python, null(23203), "CollConfig(ext=0x7f0000000010, userProfilerTag=2**63)")
+    (data,) = packed(run_python, null_of(23203), "CollConfig(ext=0x7f0000000010, userProfilerTag=2**63)")
     values = struct.unpack("NIIPiiiiPiiQP", data)
     assert values[3:] == (0x7F0000000010, *[UNDEFINED] * 4, 0, 1, UNDEFINED, 2**63, 0)
 
@@ -75,7 +77,7 @@ def test_a_string_with_a_nul() -> None:
         pynccl.Config(commName="a\0b")
 
 
-def test_strings_stay_alive(run_python: Run, null: Callable[[int], str]) -> None:
+def test_strings_stay_alive(run_python: Run, null_of: Callable[[int], str]) -> None:
     run_python(
         """
 import gc
@@ -86,11 +88,11 @@ copy = int(ffi.cast("uintptr_t", cell.commName)), int(ffi.cast("uintptr_t", cell
 del cell; gc.collect(); [bytearray(64) for _ in range(10000)]
 assert [ffi.string(ffi.cast("char*", p)).decode() for p in copy] == ["größe", "Socket"]
 """,
-        PYNCCL_LIBRARY=null(23203),
+        PYNCCL_LIBRARY=null_of(23203),
     )
 
 
-def test_a_field_that_the_library_does_not_know(run_python: Run, null: Callable[[int], str]) -> None:
+def test_a_field_that_the_library_does_not_know(run_python: Run, null_of: Callable[[int], str]) -> None:
     run_python(
         """
 import pytest, pynccl
@@ -102,11 +104,11 @@ assert str(caught.value) == (
 )
 assert capi.ncclCommInitRankConfig(1, bytes(128), 0, {"splitShare": 1, "commName": None})
 """,
-        PYNCCL_LIBRARY=null(21903),
+        PYNCCL_LIBRARY=null_of(21903),
     )
 
 
-def test_configurations_reach_the_library(run_python: Run, null: Callable[[int], str]) -> None:
+def test_configurations_reach_the_library(run_python: Run, null_of: Callable[[int], str]) -> None:
     run_python(
         """
 import ctypes, struct, pynccl
@@ -130,11 +132,11 @@ for name in capi.FUNCTIONS:
 sent("ncclSetEncryption", {"mode": 1, "psk": "secret"})
 assert capi.ncclGroupSimulateEnd({"estimatedTime": 2.5}) == pynccl.SimInfo(estimatedTime=2.5)
 """,
-        PYNCCL_LIBRARY=null(23203),
+        PYNCCL_LIBRARY=null_of(23203),
     )
 
 
-def test_wrong_values_name_the_field(run_python: Run, null: Callable[[int], str]) -> None:
+def test_wrong_values_name_the_field(run_python: Run, null_of: Callable[[int], str]) -> None:
     run_python(
         """
 import copy, pickle, pytest
@@ -155,11 +157,11 @@ assert copy.deepcopy(Config(minCTAs=4)) == pickle.loads(pickle.dumps(Config(minC
 with pytest.raises(TypeError, match="config is of type int; expected a Config or a dict of its fields"):
     capi.ncclCommSplit(1, 0, 0, 5)
 """,
-        PYNCCL_LIBRARY=null(23203),
+        PYNCCL_LIBRARY=null_of(23203),
     )
 
 
-def test_properties_of_an_older_library(run_python: Run, null: Callable[[int], str]) -> None:
+def test_properties_of_an_older_library(run_python: Run, null_of: Callable[[int], str]) -> None:
     run_python(
         """
 from pynccl import capi
@@ -167,7 +169,7 @@ properties = capi.ncclCommQueryProperties(1)
 assert properties.rank == 0 and properties.ginType == 0
 assert properties.commHash is properties.ginSupport is properties.nLsaTeams is None
 """,
-        PYNCCL_LIBRARY=null(22903),
+        PYNCCL_LIBRARY=null_of(22903),
     )
 
 

@@ -353,11 +353,6 @@ def test_simulation_issues_nothing(rank: int, nranks: int) -> None:
         assert (comm.all_reduce(np.ones(1)) == 2).all()
 
 
-@pytest.fixture(scope="module")
-def old(compile_library: Callable[..., str]) -> str:
-    return compile_library(source(21903), "libnccl.so.2")
-
-
 def what_reaches_the_library(rank: int, nranks: int) -> None:
     fake = Fake()
     with create() as comm, create() as other:
@@ -428,8 +423,8 @@ def too_old(rank: int, nranks: int) -> None:
         assert fake.log() == ["start", "AllReduce in place 4 type 7 op 0 stream 0", "end"]
 
 
-def test_simulation_on_a_library_without_it(old: str) -> None:
-    testing.run(1, too_old, backend=old)
+def test_simulation_on_a_library_without_it(compile_library: Callable[..., str]) -> None:
+    testing.run(1, too_old, backend=compile_library(source(21903), "libnccl.so.2"))
 
 
 @on_ranks(2)

@@ -1,6 +1,6 @@
 """How the ranks of a test meet without the communicator under test: a rank that has left may end immediately.
 
-Also: waits for what can be seen, free ports, and how long a process did not get to run.
+Also: waits for what can be seen, interrupts, free ports, and how long a process did not get to run.
 """
 
 from __future__ import annotations
@@ -9,7 +9,9 @@ import contextlib
 import errno
 import itertools
 import os
+import signal
 import socket
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -52,6 +54,18 @@ def publish(path: Path, data: bytes) -> None:
     draft = path.with_suffix(".draft")
     draft.write_bytes(data)
     draft.rename(path)
+
+
+def interrupted_soon() -> list[float]:
+    """Interrupt this process in a moment; return a list that the time then enters."""
+    at: list[float] = []
+
+    def interrupt() -> None:
+        at.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Timer(0.3, interrupt).start()
+    return at
 
 
 def failure(what: Callable[[], object]) -> RankFailedError:

@@ -17,7 +17,7 @@ Op = dist.ReduceOp
 SEED = 1234
 
 
-def on_ranks(nranks: int, fn: Callable[..., Any], tmp_path: Path, *args: Any) -> list[Any]:
+def run_on_groups(nranks: int, fn: Callable[..., Any], tmp_path: Path, *args: Any) -> list[Any]:
     """Run `fn(rank, size, gloo, pynccl, *args)` on ranks that have both groups."""
     return at_store(nranks, _with_groups, tmp_path, fn, args, timeout=200)
 
@@ -27,7 +27,7 @@ def on_groups(nranks: int) -> Callable[[Callable[..., None]], Callable[..., None
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
         def test(tmp_path: Path, **_: object) -> None:
-            on_ranks(nranks, body, tmp_path)
+            run_on_groups(nranks, body, tmp_path)
 
         return stands_for(body, test, 4)
 

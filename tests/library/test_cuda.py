@@ -22,7 +22,7 @@ Case = Callable[[int, int], None]
 
 
 @pytest.fixture(scope="module")
-def fake(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def fake_driver(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return fake_cuda.compiled(tmp_path_factory.mktemp("fake_cuda"))
 
 
@@ -231,8 +231,8 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_with_the_fake_driver(fake: dict[str, str], case: Case) -> None:
-    testing.run(1, case, backend="cpu", env=fake)
+def test_with_the_fake_driver(fake_driver: dict[str, str], case: Case) -> None:
+    testing.run(1, case, backend="cpu", env=fake_driver)
 
 
 def shows_no_device(rank: int, nranks: int) -> None:
@@ -243,8 +243,8 @@ def shows_no_device(rank: int, nranks: int) -> None:
         cuda.set_device(0)
 
 
-def test_driver_without_a_device(fake: dict[str, str]) -> None:
-    testing.run(1, shows_no_device, backend="cpu", env=fake | {"FAKE_CUDA_DEVICES": "0"})
+def test_driver_without_a_device(fake_driver: dict[str, str]) -> None:
+    testing.run(1, shows_no_device, backend="cpu", env=fake_driver | {"FAKE_CUDA_DEVICES": "0"})
 
 
 def lacks_a_function(rank: int, nranks: int) -> None:
@@ -254,7 +254,7 @@ def lacks_a_function(rank: int, nranks: int) -> None:
     assert cuda.device_uuid(0).startswith("GPU-eeeeeeee-")
 
 
-def test_older_driver(fake: dict[str, str], tmp_path: Path) -> None:
+def test_older_driver(tmp_path: Path) -> None:
     text = fake_cuda.SOURCE
     for name in ("cuStreamIsCapturing", "cuDeviceGetUuid_v2"):
         text = text.replace(f"int {name}(", f"int absent_{name}(")

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from pynccl import testing
-from torch_pairs import Op, on_groups, on_ranks, same, values
+from torch_pairs import Op, on_groups, run_on_groups, same, values
 
 # Each rank imports torch.
 pytestmark = [pytest.mark.usefixtures("torch_backend"), pytest.mark.timeout(600)]
@@ -133,7 +133,7 @@ def moved(rank: int, size: int, gloo: Any, ours: Any) -> int:
 @pytest.mark.full
 @pytest.mark.parametrize("nranks", [2, 3])
 def test_data_movement_as_gloo(tmp_path: Path, nranks: int) -> None:
-    assert on_ranks(nranks, moved, tmp_path) == [45] * nranks
+    assert run_on_groups(nranks, moved, tmp_path) == [45] * nranks
 
 
 @pytest.mark.full
@@ -237,7 +237,7 @@ def wrong_size(rank: int, size: int, gloo: Any, ours: Any) -> str:
 
 @pytest.mark.full
 def test_a_message_of_another_size_is_an_error(tmp_path: Path) -> None:
-    _, receiver = on_ranks(2, wrong_size, tmp_path)
+    _, receiver = run_on_groups(2, wrong_size, tmp_path)
     assert "16" in receiver and "12" in receiver
 
 
@@ -276,7 +276,7 @@ def works(rank: int, size: int, gloo: Any, ours: Any) -> None:
 
 
 def test_works_futures_and_coalescing(tmp_path: Path) -> None:
-    on_ranks(3, works, tmp_path)
+    run_on_groups(3, works, tmp_path)
 
 
 @pytest.mark.full

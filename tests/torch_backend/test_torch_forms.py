@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from torch_pairs import Op, on_groups, on_ranks, same, values
+from torch_pairs import Op, on_groups, run_on_groups, same, values
 
 # Each rank imports torch.
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("torch_backend"), pytest.mark.timeout(600)]
@@ -126,7 +126,7 @@ def split(rank: int, size: int, gloo: Any, ours: Any) -> float | None:
 
 @pytest.mark.full
 def test_split_groups(tmp_path: Path) -> None:
-    assert on_ranks(3, split, tmp_path) == [2.0, 1.0, 2.0]
+    assert run_on_groups(3, split, tmp_path) == [2.0, 1.0, 2.0]
 
 
 def wrong_arguments(size: int, ours: Any) -> list[tuple[Callable[[], Any], str]]:
@@ -183,4 +183,4 @@ def refused(rank: int, size: int, gloo: Any, ours: Any) -> list[str]:
 
 
 def test_wrong_arguments_are_refused_and_named(tmp_path: Path) -> None:
-    assert on_ranks(2, refused, tmp_path) == [[], []]
+    assert run_on_groups(2, refused, tmp_path) == [[], []]

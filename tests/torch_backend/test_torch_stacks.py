@@ -38,7 +38,7 @@ Program = Callable[..., Losses]
 # --- a job under torchrun's variables ---
 
 
-def on_ranks(nranks: int, backend: str, program: Program, *args: Any) -> list[Losses]:
+def run_job(nranks: int, backend: str, program: Program, *args: Any) -> list[Losses]:
     """Run a program on each rank; it begins the process group, or its stack does."""
     # As torchrun's agent has it: no rank opens a port that another program may have taken meanwhile.
     store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
@@ -74,7 +74,7 @@ def under_torchrun(
 
 def same_losses(nranks: int, program: Program, *args: Any) -> list[Losses]:
     """Compare the losses of all ranks on pynccl with those on gloo, and return them."""
-    theirs, ours = (on_ranks(nranks, backend, program, *args) for backend in ("gloo", "pynccl"))
+    theirs, ours = (run_job(nranks, backend, program, *args) for backend in ("gloo", "pynccl"))
     assert all(losses for losses in ours)
     for rank in range(nranks):
         assert ours[rank] == pytest.approx(theirs[rank], abs=1e-6), (rank, ours, theirs)
@@ -380,7 +380,7 @@ def refused_by_name(backend: str, folder: str) -> Losses:
 
 
 def test_names_that_accelerate_and_the_trainer_accept(tmp_path: Path) -> None:
-    assert on_ranks(2, "pynccl", refused_by_name, str(tmp_path)) == [[1.0]] * 2
+    assert run_job(2, "pynccl", refused_by_name, str(tmp_path)) == [[1.0]] * 2
 
 
 # --- Lightning ---
@@ -538,7 +538,7 @@ def test_megatron(tensor: int, stages: int) -> None:
     found = same_losses(tensor * stages, by_megatron, tensor, stages)
     if stages == 1:
         # The weights of a stage depend on the layers before it on its rank.
-        (alone,) = on_ranks(1, "gloo", by_megatron, 1, 1)
+        (alone,) = run_job(1, "gloo", by_megatron, 1, 1)
         assert found[0] == pytest.approx(alone, abs=1e-5)
     assert all(losses == found[0] and losses[-1] < losses[0] for losses in found)
 
@@ -698,7 +698,7 @@ def test_torchft() -> None:
     found = {}
     for backend in ("gloo", "pynccl"):
         lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=2, join_timeout_ms=30000)
-        found[backend] = on_ranks(2, backend, by_torchft, lighthouse.address())
+        found[backend] = run_job(2, backend, by_torchft, lighthouse.address())
         lighthouse.shutdown()
     for rank in range(2):
         assert found["pynccl"][rank] == pytest.approx(found["gloo"][rank], abs=1e-6)

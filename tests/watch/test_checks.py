@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +15,7 @@ import numpy as np
 import pytest
 
 import pynccl
-from meeting import hear, tell, together
+from meeting import hear, interrupted_soon, tell, together
 from processes import completed
 from pynccl import CollectiveMismatchError, Communicator, NcclError, NcclTimeoutError, Plan, capi
 from pynccl._library.binding import lib
@@ -460,13 +459,7 @@ def interrupted(rank: int, nranks: int) -> float:
     comm.barrier()
     took = 0.0
     if rank == 0:
-        at: list[float] = []
-
-        def interrupt() -> None:
-            at.append(time.monotonic())
-            os.kill(os.getpid(), signal.SIGINT)
-
-        threading.Timer(0.3, interrupt).start()
+        at = interrupted_soon()
         with pytest.raises(KeyboardInterrupt):
             comm.all_reduce(np.ones(3))
         took = time.monotonic() - at[0]

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import pynccl
-from meeting import hear, tell, together
+from meeting import hear, interrupted_soon, tell, together
 from pynccl import Communicator, NcclError, NcclTimeoutError, Plan, capi
 from pynccl._library.binding import lib
 from pynccl.testing import RankError, run
@@ -654,14 +654,8 @@ def interrupted(rank: int, nranks: int, wait: str) -> tuple[str, float]:
             comm.abort()
         return "", 0.0
     x = np.ones(10)
-    at: list[float] = []
-
-    def interrupt() -> None:
-        at.append(time.monotonic())
-        os.kill(os.getpid(), signal.SIGINT)
-
     with pynccl.Stream() as stream:
-        threading.Timer(0.3, interrupt).start()
+        at = interrupted_soon()
         try:
             if wait == "call":
                 comm.all_reduce(x)
