@@ -15,18 +15,18 @@ class Integer(click.IntRange):
 
 
 class Number(click.FloatRange):
-    """A number in a range."""
+    """A number in a range; click lets nan pass, which is in none."""
 
     name = "number"
 
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if math.isnan(number):
+            self.fail(f"{value} is not in the range {self._describe_range()}.", param, ctx)
+        return number
+
 
 class Seconds(Number):
-    """A number of seconds in a range; click lets nan pass, which is in none."""
+    """A number of seconds in a range."""
 
     name = "number of seconds"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        seconds = super().convert(value, param, ctx)
-        if math.isnan(seconds):
-            self.fail(f"{value} is not in the range {self._describe_range()}.", param, ctx)
-        return seconds

@@ -8,6 +8,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pynccl._tools.bench.settings import Settings
+
 # Cycles (-N) from which a run's noise can be told.
 LEAST_CYCLES = 3
 _HALVES = ("out_of_place", "in_place")
@@ -27,32 +29,54 @@ class Place(NamedTuple):
 Times = dict[Place, list[float]]
 
 
-class Earlier:
-    """An earlier run's document: that of --save or -J, or nccl-tests' own."""
+class Document:
+    """A document of --save or -J, or nccl-tests' own; `flag` names the option that gave its path."""
 
-    def __init__(self, path: str, program: str, nranks: int) -> None:
-        self.path = path
+    def __init__(self, path: str, flag: str) -> None:
         try:
             document = json.loads(Path(path).read_text())
-            self.times = times_of(document["results"])
-            devices, args = len(document["config"]["devices"]), document["args"]
+            self.results: list[dict[str, Any]] = document["results"]
+            self.times = times_of(self.results)
+            self.ranks, self.args = len(document["config"]["devices"]), document["args"]
             self.measured = str(document["start_time"])
+            self.on_host = any("cpu_time" in row["out_of_place"] for row in self.results)
         except OSError as error:
-            raise ValueError(f"--against {path} cannot be read: {error.strerror}") from None
+            raise ValueError(f"{flag} {path} cannot be read: {error.strerror}") from None
         except (ValueError, KeyError, TypeError) as error:
             why = f"{type(error).__name__}: {error}"
-            raise ValueError(f"--against {path}; expected a document of --save or -J ({why})") from None
-        if not any(Path(str(arg)).name in (program, f"{program}_perf") for arg in args):
-            command = " ".join(map(str, args))
+            raise ValueError(f"{flag} {path}; expected a document of --save or -J ({why})") from None
+
+
+class Earlier:
+    """An earlier run of the same program on as many ranks."""
+
+    def __init__(self, path: str, program: str, nranks: int, on_host: bool) -> None:
+        document = Document(path, "--against")
+        self.path, self.times, self.measured = path, document.times, document.measured
+        if not any(Path(str(arg)).name in (program, f"{program}_perf") for arg in document.args):
+            command = " ".join(map(str, document.args))
             raise ValueError(f"--against {path} is not of {program}; its command was {command}")
-        if devices != nranks:
-            raise ValueError(f"--against {path} is of {devices} ranks; expected {nranks}, as many as here")
+        if document.ranks != nranks:
+            raise ValueError(
+                f"--against {path} is of {document.ranks} ranks; expected {nranks}, as many as here"
+            )
+        if document.on_host != on_host:
+            raise ValueError(
+                f"--against {path} has -C {int(document.on_host)}; expected -C {int(on_host)}, as here"
+            )
         cycles = min(map(len, self.times.values()), default=0)
         if cycles < LEAST_CYCLES:
             raise ValueError(
                 f"--against {path} has {cycles} cycles (-N); expected {LEAST_CYCLES} or more, whose spread "
                 "is the noise"
             )
+
+    @staticmethod
+    def of(settings: Settings, program: str, nranks: int) -> Earlier | None:
+        """Return the run of --against, if it is given."""
+        if settings.against is None:
+            return None
+        return Earlier(settings.against, program, nranks, bool(settings.report_cputime))
 
     def compare(self, results: Sequence[dict[str, Any]], tolerance: float) -> tuple[list[str], bool]:
         """Return the lines of a comparison with a run's results, and whether none is slower.
@@ -74,7 +98,9 @@ class Earlier:
         compared = len(lines) - 2
         if new:
             lines.append(f"# {new} measurements are not in {self.path}")
-        verdict = "FAILED" if slower or not compared else "OK"
+        if not compared:
+            raise ValueError(f"--against {self.path} has none of this run's measurements; expected some")
+        verdict = "FAILED" if slower else "OK"
         lines.append(
             f"# {slower} of {compared} measurements are slower by more than {tolerance:g} % and the noise "
             f"{verdict}"

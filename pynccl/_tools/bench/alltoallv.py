@@ -18,6 +18,27 @@ SCALE = "NCCL_TESTS_ALLTOALLV_MATRIX_SCALE"
 _MOST_TEXT, _MOST_BYTES = 1 << 26, 1 << 50
 
 
+def has_matrix() -> bool:
+    """Tell whether a file gives the traffic, whatever the size."""
+    return MATRIX in os.environ
+
+
+def require_sizes(nranks: int, least: int, most: int) -> None:
+    """Refuse sizes (-b, -e) that do not fit the traffic of the file, if there is one."""
+    if not has_matrix():
+        return
+    if least != most:
+        raise ValueError(
+            f"-b {least} -e {most} with {MATRIX}; expected one size, since the file has the bytes"
+        )
+    sent = traffic(nranks, 0)
+    needed = int(max(sent.sum(axis=0).max(), sent.sum(axis=1).max()))
+    if most < needed:
+        raise ValueError(
+            f"-e {most} with {MATRIX}; expected {needed} bytes or more, which a rank sends or receives"
+        )
+
+
 def traffic(nranks: int, total: int) -> Array:
     """Return the bytes from each rank (row) to each (column); without a file each sends about `total`."""
     path = os.environ.get(MATRIX)

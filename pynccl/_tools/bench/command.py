@@ -17,14 +17,15 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
 
 from pynccl._base.options import Integer, Number
 from pynccl._errors import NcclRemoteError, NcclTimeoutError, NotSupportedError
 from pynccl._library import loader
 from pynccl._run.command import ranks
-from pynccl._run.launch import Job, choose_backend, launch
-from pynccl._tools.bench import pairs, plot, progress
-from pynccl._tools.bench.against import LEAST_CYCLES, Earlier
+from pynccl._run.launch import MOST_RANKS, Job, choose_backend, launch
+from pynccl._tools.bench import alltoallv, pairs, plot, progress
+from pynccl._tools.bench.against import LEAST_CYCLES, Document, Earlier
 from pynccl._tools.bench.compare import Comparison
 from pynccl._tools.bench.data import OPS, TYPES, numpy_dtype
 from pynccl._tools.bench.files import require_writable
@@ -39,7 +40,8 @@ from pynccl.bootstrap import _environment
 
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([kmg]?)\s*", re.IGNORECASE | re.ASCII)
-_MOST_DIGITS = 40
+_MOST_DIGITS, _MOST_BYTES = 40, 1 << 50
+_MOST_PERCENT = 1e6
 
 
 class _Size(click.ParamType[Any]):
@@ -50,7 +52,10 @@ class _Size(click.ParamType[Any]):
         if match is None or len(match[1]) > _MOST_DIGITS:
             self.fail(f"expected a number of bytes, or with K, M or G behind it, not {value!r}", param, ctx)
         # A float would round sizes from 2**53 bytes on.
-        return int(Fraction(match[1]) * _UNITS[match[2].lower()])
+        size = int(Fraction(match[1]) * _UNITS[match[2].lower()])
+        if size > _MOST_BYTES:
+            self.fail(f"expected at most {_MOST_BYTES >> 30}G, not {value!r}", param, ctx)
+        return size
 
 
 class _NameOrAll(click.ParamType[Any]):
@@ -58,6 +63,12 @@ class _NameOrAll(click.ParamType[Any]):
 
     def __init__(self, name: str, names: tuple[str, ...]) -> None:
         self.name, self._names = name, names
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        """Return the names that begin so."""
+        return [CompletionItem(name) for name in (*self._names, "all") if name.startswith(incomplete)]
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         if value not in (*self._names, "all"):
@@ -78,6 +89,13 @@ class _Root(click.ParamType[Any]):
 
 class _Peers(click.ParamType[Any]):
     name = "PEER,..."
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        """Return the names that the last one may become."""
+        before, comma, last = incomplete.rpartition(",")
+        return [CompletionItem(before + comma + name) for name in PEERS if name.startswith(last)]
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
@@ -100,8 +118,8 @@ def _choice(most: int) -> Integer:
 
 # Name, letter, type and help; the default is that of Settings.
 _FLAGS: tuple[tuple[str, str, click.ParamType[Any], str], ...] = (
-    ("nthreads", "t", _ONE, "Threads of each process."),
-    ("ngpus", "g", _ONE, "Devices of each thread; on the CPU library virtual ones."),
+    ("nthreads", "t", Integer(1, MOST_RANKS), "Threads of each process."),
+    ("ngpus", "g", Integer(1, MOST_RANKS), "Devices of each thread; on the CPU library virtual ones."),
     ("minbytes", "b", _Size(), "Smallest size."),
     ("maxbytes", "e", _Size(), "Largest size."),
     ("stepbytes", "i", _Size(), "Difference between sizes, without -f."),
@@ -110,10 +128,10 @@ _FLAGS: tuple[tuple[str, str, click.ParamType[Any], str], ...] = (
     ("agg_iters", "m", _ONE, "Calls of an iteration, as one group."),
     ("warmup_iters", "w", _ZERO, "Iterations before the first measurement, of every power of two."),
     ("run_cycles", "N", _ZERO, "Times that all sizes are measured; 0: without end."),
-    ("parallel_init", "p", _choice(1), "1: threads create their communicators concurrently."),
+    ("parallel_init", "p", _choice(1), "Threads create communicators concurrently, with 0 and with 1."),
     ("check", "c", _ZERO, "Calls whose results are checked, for each line."),
-    ("op", "o", _NameOrAll("OP", OPS), "Reduction."),
-    ("datatype", "d", _NameOrAll("TYPE", tuple(TYPES)), "Datatype."),
+    ("op", "o", _NameOrAll("OP", OPS), f"Reduction: {', '.join(OPS)}, or all."),
+    ("datatype", "d", _NameOrAll("TYPE", tuple(TYPES)), f"Datatype: {', '.join(TYPES)}, or all."),
     ("root", "r", _Root(), "Root, or all."),
     ("blocking", "z", _choice(3), "1: wait and meet after each call; 2: wait; 3: wait and meet, untimed."),
     ("stream_null", "y", _choice(1), "1: use the NULL stream."),
@@ -125,38 +143,37 @@ _FLAGS: tuple[tuple[str, str, click.ParamType[Any], str], ...] = (
     ("local_register", "R", _choice(2), "1: register the buffers; 2: as symmetric windows."),
     ("cta_policy", "x", _choice(2), "Config.CTAPolicy of the communicators."),
     ("memory", "M", _choice(1), "1: report memory usage."),
-    ("unalign", "u", _ZERO, "Elements by which the buffers are shifted."),
+    ("unalign", "u", _choice(1 << 20), "Elements by which the buffers are shifted."),
     ("per_iter_timing", "I", _choice(1), "1: wait for each iteration and report its time."),
     ("per_iter_skip", "K", _ZERO, "Leading iterations that the summary of -I leaves out."),
 )
+_NOT_OF_PAIRS = {"agg_iters", "warmup_iters", "run_cycles", "op", "root", "blocking", "report_cputime"}
+_NOT_OF_PAIRS |= {"report_timestamps", "average", "unalign", "per_iter_timing"}
 # Flags beyond nccl-tests'.
 _OWN: tuple[tuple[str, click.ParamType[Any], str], ...] = (
     ("csv", click.Path(), "Write the lines to FILE as comma-separated values."),
     ("save", click.Path(), "Write -J's document to FILE, in place of an older one."),
     ("against", click.Path(), "Compare with the document in FILE: exit code 3 if a size is slower."),
-    ("tolerance", Number(0), "Percent by which --against lets a size be slower."),
+    ("tolerance", Number(0, _MOST_PERCENT), "Percent by which --against lets a size be slower."),
     ("plot", click.Path(), "Draw bandwidth and time over size to FILE, .png or .svg."),
     ("compare", _Peers(), f"Measure some of {', '.join(PEERS)} in turn with NCCL, on the same ranks."),
 )
 _METAVARS = {"tolerance": "PERCENT", "compare": "PEER,..."}
 _P2P = "Measure the bandwidth (-e) and the latency (-b) from each rank to each other one, in turn."
+_BESIDE = "Draw the run of a document of --save or -J in --plot, too; may be repeated."
 _PERCENTILES = "Also time each iteration, and report p50 and p99."
-# Flags of nccl-tests that cannot apply, and why.
+# Flags of nccl-tests that cannot apply, their defaults there, and why.
 _REFUSED = (
-    (
-        "cudagraph",
-        "G",
-        "pynccl bench captures no CUDA graphs; capture prepared calls in a program of your own",
-    ),
-    ("device_implementation", "D", "pynccl runs no kernels of its own; nccl-tests does"),
-    ("device_cta_count", "V", "it counts the CTAs of -D, and pynccl runs no kernels of its own"),
+    ("cudagraph", "G", "0", "pynccl bench captures no CUDA graphs"),
+    ("device_implementation", "D", "0", "pynccl runs no kernels of its own; nccl-tests does"),
+    ("device_cta_count", "V", "16", "it counts the CTAs of -D, and pynccl runs no kernels of its own"),
 )
 
 
-def _refuse(why: str) -> Callable[[click.Context, click.Parameter, Any], None]:
+def _refuse(default: str, why: str) -> Callable[[click.Context, click.Parameter, Any], None]:
     def callback(ctx: click.Context, param: click.Parameter, value: Any) -> None:
-        if value not in (None, "0"):
-            raise click.BadParameter(why, ctx, param)
+        if value != default:
+            raise click.BadParameter(f"expected {default}, the default, not {value!r}: {why}", ctx, param)
 
     return callback
 
@@ -233,6 +250,7 @@ def _program(operation: Operation) -> click.Command:
         )
         for name, kind, text in _OWN
     ]
+    options.append(click.Option(["--beside"], multiple=True, metavar="FILE", help=_BESIDE))
     options.append(click.Option(["--p2p"], is_flag=True, help=_P2P))
     options.append(click.Option(["--terminal"], hidden=True))
     options.append(click.Option(["--onto-terminal"], is_flag=True, hidden=True))
@@ -240,11 +258,13 @@ def _program(operation: Operation) -> click.Command:
     options += [
         click.Option(
             [f"--{name}", f"-{letter}", name],
-            callback=_refuse(why),
+            default=default,
+            show_default=True,
+            callback=_refuse(default, why),
             expose_value=False,
-            hidden=True,
+            help=f"Only the default is accepted: {why}.",
         )
-        for name, letter, why in _REFUSED
+        for name, letter, default, why in _REFUSED
     ]
     return _Program(
         operation.name,
@@ -268,7 +288,7 @@ def _require_sense(settings: Settings, operation: Operation) -> None:
         raise click.UsageError("-K without -I 1; expected both")
     if settings.per_iter_skip >= settings.iters:
         raise click.UsageError(
-            f"-K {settings.per_iter_skip} leaves nothing of -n {settings.iters} iterations"
+            f"-K {settings.per_iter_skip} with -n {settings.iters}; expected fewer than the iterations of -n"
         )
     if settings.output_file and not settings.output_file.lower().endswith(".json"):
         raise click.UsageError(f"-J {settings.output_file}: expected a name that ends in .json")
@@ -277,6 +297,13 @@ def _require_sense(settings: Settings, operation: Operation) -> None:
             f"--against with -N {settings.run_cycles}; expected {LEAST_CYCLES} or more cycles, whose spread "
             "is the noise"
         )
+    files = {"-J": settings.output_file, **settings.replaced}
+    for flag, name in files.items():
+        twin = next((other for other, path in files.items() if path == name and other != flag), None)
+        if name is not None and twin is not None:
+            raise click.UsageError(f"{flag} and {twin} are both {name}; expected different files")
+    if settings.beside and (settings.plot is None or settings.p2p):
+        raise click.UsageError("--beside without a --plot of lines; expected --plot, and no --p2p")
     why = settings.plot and plot.refusal(settings.plot)
     if why:
         raise click.UsageError(f"--plot: {why}")
@@ -297,6 +324,12 @@ def _require_pairs(settings: Settings, operation: Operation) -> None:
         )
     if settings.datatype == "all":
         raise click.UsageError("--p2p with -d all; expected one datatype")
+    for name, letter, _, _ in _FLAGS:
+        value = getattr(settings, name)
+        if name in _NOT_OF_PAIRS and value != getattr(Settings, name):
+            raise click.UsageError(
+                f"--p2p with -{letter} {value}; expected no -{letter}: it has no effect there"
+            )
     for flag, given in (
         ("--compare", settings.compare),
         ("--against", settings.against),
@@ -333,6 +366,8 @@ def _require_ranks(settings: Settings, operation: Operation, nranks: int) -> Non
         raise ValueError(f"{nranks} ranks; expected a power of two")
     if settings.root >= nranks and operation.rooted:
         raise ValueError(f"-r {settings.root}; expected a rank, 0 to {nranks - 1}")
+    if operation.name == "alltoallv":
+        alltoallv.require_sizes(nranks, settings.minbytes, settings.maxbytes)
 
 
 def _require_start(settings: Settings, operation: Operation, processes: int) -> None:
@@ -341,8 +376,9 @@ def _require_start(settings: Settings, operation: Operation, processes: int) -> 
         groups = [color(process) for process in range(processes)]
         nranks = groups.count(groups[0]) * settings.ranks_each
         _require_ranks(settings, operation, nranks)
-        if settings.against is not None:
-            Earlier(settings.against, operation.name, nranks)
+        Earlier.of(settings, operation.name, nranks)
+        for path in settings.beside:
+            Document(path, "--beside")
         require_writable(settings.output_file, settings.replaced)
     except ValueError as error:
         raise click.UsageError(f"{operation.name}: {error}") from None
@@ -407,6 +443,8 @@ def bench_ranks(operation: Operation, settings: Settings) -> int:
 
 def _run(world: World, operation: Operation, settings: Settings, steps: list[int]) -> int:
     _require_ranks(settings, operation, world.nranks)
+    if settings.memory and loader.backend() != "cpu":
+        raise NotSupportedError("-M 1: pynccl bench reads no memory usage of devices; nvidia-smi shows it")
     lines = world.texts("\n".join(world.device_line(i) for i in range(settings.ranks_each)))
     if settings.p2p and world.nranks == 1:
         raise ValueError("--p2p with 1 rank; expected 2 or more")
@@ -460,7 +498,7 @@ def _total(settings: Settings, operation: Operation, nranks: int) -> int | None:
         return nranks * (nranks - 1)
     if settings.datatype == "all" or not settings.run_cycles:
         return None
-    ops = len(OPS) if settings.op == "all" and operation.reduces else 1
+    ops = len(OPS) if settings.op == "all" and operation.redop is None else 1
     roots = nranks if settings.root < 0 and operation.rooted else 1
     return ops * roots * settings.run_cycles * len(settings.sizes())
 
@@ -487,7 +525,7 @@ def _measure(bench: Bench, report: Report | None) -> None:
 def _measure_all(bench: Bench, report: Report | None, comparison: Comparison | None) -> None:
     settings, operation = bench.settings, bench.operation
     for type_name in _types(settings.datatype, report):
-        for op in (OPS if settings.op == "all" else [settings.op]) if operation.reduces else ["none"]:
+        for op in (OPS if settings.op == "all" else [settings.op]) if operation.redop is None else ["none"]:
             for root in _roots(bench):
                 bench.warm_up(type_name, op, root)
                 for _ in range(settings.run_cycles) if settings.run_cycles else count():
@@ -594,15 +632,15 @@ def _resident() -> int:
 
 
 def _memory(world: World, steps: list[int]) -> str | None:
-    if loader.backend() != "cpu":
-        raise NotSupportedError("-M 1: pynccl bench reads no memory usage of devices; nvidia-smi shows it")
+    """Return nccl-tests' line; the buffers are touched, and so resident, only once they are used."""
     before, opened, ended = steps
-    rows = world.process_rows([opened - before, ended - opened])
-    opening, running = (int(row) for row in rows.max(axis=0))
-    total = opening + running
+    buffers = sum(memory.nbytes for seat in world.all_seats for memory in (seat.send, seat.recv))
+    rows = world.process_rows([opened - before, buffers, max(0, ended - opened - buffers)])
+    opening, buffers, running = (int(row) for row in rows.max(axis=0))
     return (
-        f"# {'Host memory usage':<20} : Initialization {_amount(opening)} | Collective {_amount(running)} "
-        f"| Total  {_amount(total)}"
+        f"# {'Host memory usage':<20} : Initialization {_amount(opening)} "
+        f"| User-Allocated {_amount(buffers)} | Collective {_amount(running)} "
+        f"| Total  {_amount(opening + buffers + running)}"
     )
 
 

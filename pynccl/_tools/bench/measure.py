@@ -47,6 +47,8 @@ class Half:
     bus: float
     # None: not checked.
     wrong: int | None
+    # The threads of all processes whose ranks have wrong elements.
+    failing: int = 0
     # Seconds of each iteration, the longest of all processes, and each process's.
     iterations: list[float] = field(default_factory=list)
     processes: list[list[float]] = field(default_factory=list)
@@ -70,7 +72,7 @@ class Bench:
         """Run every power of two once before the first measurement."""
         size = self.settings.minbytes
         while size <= self.settings.maxbytes:
-            launch = self._launches(self._case(type_name, op, root, size), False, self.settings.agg_iters)
+            launch = self._launches(self._case(type_name, op, root, size), False, 1)
             for iteration in range(self.settings.warmup_iters):
                 launch(iteration, 1)
             self._complete()
@@ -96,12 +98,13 @@ class Bench:
         seconds = float([rows[0, 0], rows.mean(), rows.min(), rows.max()][settings.average])
         moved = case.operation.moved(case.shape, case.counts) / 1e9
         algorithm = moved / seconds if seconds else 0.0
-        wrong = self._check(case, in_place, once) if checked else None
+        wrong, failing = self._check(case, in_place, once) if checked else (None, 0)
         half = Half(
             1e6 * (on_host if settings.report_cputime else seconds),
             algorithm,
             algorithm * case.operation.factor(case.shape.nranks),
             wrong,
+            failing,
         )
         if settings.percentiles and not settings.per_iter_timing:
             # Apart from the line's time, in which iterations are not waited for.
@@ -134,9 +137,10 @@ class Bench:
         seconds = alone if settings.blocking == 3 else time.perf_counter() - begin
         return seconds / calls, on_host / calls, iterations
 
-    def _check(self, case: Case, in_place: bool, once: Callable[[int, int], None]) -> int:
-        wrong = 0
+    def _check(self, case: Case, in_place: bool, once: Callable[[int, int], None]) -> tuple[int, int]:
+        """Return the number of wrong elements, and of threads that have some."""
         self._repetition += 1
+        found = np.zeros(1)
         for _ in range(self.settings.check):
             pattern = Pattern(*self.pattern(case), self._repetition)
             untouched = self._fill(case, in_place, pattern)
@@ -146,10 +150,10 @@ class Bench:
                 self._wrong(seat, case, in_place, pattern, before)
                 for seat, before in zip(self.seats, untouched, strict=True)
             )
-            wrong = int(self.world.rows(self.thread, [here]).sum())
-            if wrong:
+            found = self.world.rows(self.thread, [here])
+            if found.any():
                 break
-        return wrong
+        return int(found.sum()), int(np.count_nonzero(found))
 
     def one_call(self, case: Case, in_place: bool) -> Callable[[], None]:
         """Return a call that is waited for, always on the same buffers; they hold zeros."""

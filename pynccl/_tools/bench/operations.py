@@ -14,7 +14,7 @@ import numpy as np
 
 from pynccl._comm.communicator import Communicator
 from pynccl._comm.prepared import Plan, Prepared
-from pynccl._tools.bench.alltoallv import traffic
+from pynccl._tools.bench.alltoallv import has_matrix, traffic
 from pynccl._tools.bench.data import Pattern
 
 # A call, or several, that run one after another.
@@ -77,6 +77,8 @@ class Operation:
     fill: Callable[[Pattern, Counts, int, int], Array | None]
     expect: Callable[[Pattern, Counts, int, int], Array | None]
     reduces: bool = False
+    # What the column redop shows; None: -o. nccl-tests' sendrecv shows -o, too, and hypercube nothing.
+    redop: str | None = "none"
     rooted: bool = False
     # False: there is no in-place form; the second half of a line repeats the call, unchecked.
     in_place: bool = True
@@ -247,7 +249,7 @@ def _all_to_all_v(slot: Slot) -> list[Step]:
 
 def _uneven(shape: Shape) -> Counts:
     """Return the counts of the rank that sends most, and of the one that receives most."""
-    base = _aligned(shape)
+    base = 0 if has_matrix() else _aligned(shape)
     sent = traffic(shape.nranks, base * shape.nranks * shape.itemsize) // shape.itemsize
     return Counts(int(sent.sum(axis=1).max()), int(sent.sum(axis=0).max()), base)
 
@@ -295,6 +297,7 @@ OPERATIONS = {
             _own_data,
             _reduced,
             reduces=True,
+            redop=None,
         ),
         Operation("all_gather", "AllGather", _gathered, _all, _others, _all_gather, _own_block, _blocks),
         Operation(
@@ -318,6 +321,7 @@ OPERATIONS = {
             _own_data,
             _reduced_part,
             reduces=True,
+            redop=None,
         ),
         Operation(
             "reduce",
@@ -329,6 +333,7 @@ OPERATIONS = {
             _own_data,
             _reduced_at_root,
             reduces=True,
+            redop=None,
             rooted=True,
         ),
         Operation(
@@ -368,6 +373,7 @@ OPERATIONS = {
             _send_recv,
             _own_data,
             _of_left,
+            redop=None,
             in_place=False,
         ),
         Operation(
@@ -379,6 +385,7 @@ OPERATIONS = {
             _hypercube,
             _own_block,
             _blocks,
+            redop="",
         ),
         Operation(
             "put_signal",

@@ -51,10 +51,11 @@ class Pairs:
         self._seat: Seat = world.seats[0][0]
         self._one_sided = program == "put_signal"
         self._itemsize = numpy_dtype(type_name).itemsize
-        sizes = world.settings.sizes()
+        sizes = world.settings.minbytes, world.settings.maxbytes
         # At least one element.
-        self._small, self._large = (max(size // self._itemsize, 1) for size in (sizes[0], sizes[-1]))
+        self._small, self._large = (max(size // self._itemsize, 1) for size in sizes)
         self._open = ExitStack()
+        self._server: StoreServer | None = None
 
     def measure(self, tell: Callable[[int, int], None]) -> list[Link]:
         """Measure all links; `tell` gets the number of links measured, and of all."""
@@ -76,6 +77,9 @@ class Pairs:
                     found[number, 2] = self._follow(source, pattern)
                 tell(number + 1, len(places))
             store.barrier("end", size, self._limit(comm.rank in last))
+        # After a failure the server lives as long as this process: the others must not end before its error.
+        if self._server is not None:
+            self._server.close()
         rows = self._world.rows(0, found.reshape(-1).tolist()).sum(axis=0).reshape(len(places), 3)
         return [self._link(place, row) for place, row in zip(places, rows.tolist(), strict=True)]
 
@@ -88,9 +92,8 @@ class Pairs:
         host = self._world.meeting_host()
         if self._world.process == 0:
             # Without a secret of the job's: a new one needs PyNaCl.
-            server = StoreServer(host, secret=read_secret() or "")
-            self._open.callback(server.close)
-            address = server.address
+            self._server = StoreServer(host, secret=read_secret() or "")
+            address = self._server.address
         address = self._world.texts(address)[0]
         return self._open.enter_context(Store(address))
 

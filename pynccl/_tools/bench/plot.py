@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 import io
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +32,17 @@ def refusal(path: str) -> str | None:
     return None
 
 
-def curves(title: str, results: Sequence[dict[str, Any]], earlier: Times | None, kind: str) -> bytes:
-    """Return a picture of a run, of its peers, and of an earlier run."""
+def curves(
+    title: str,
+    results: Sequence[dict[str, Any]],
+    earlier: Times | None,
+    beside: Mapping[str, Sequence[dict[str, Any]]],
+    kind: str,
+) -> bytes:
+    """Return a picture of a run, of its peers, of an earlier run, and of other runs by their names."""
     lines = _lines(results) | _peers(results) | _before(results, earlier or {})
+    others = {f"{run}, {name}": line for run, rows in beside.items() for name, line in _lines(rows).items()}
+    lines |= others
     figure = _figure(11, 4.6)
     for axes, column, label in zip(
         figure.subplots(1, 2), (1, 0), ("bus bandwidth (GB/s)", "time (µs)"), strict=True
@@ -43,7 +51,7 @@ def curves(title: str, results: Sequence[dict[str, Any]], earlier: Times | None,
             # A size of 0 has no place on a logarithmic axis.
             shown = [(size, figures[column]) for size, figures in sorted(line.items()) if size]
             shown = [(size, value) for size, value in shown if value > 0]
-            style = "--" if name.startswith("before") else "-"
+            style = ":" if name in others else "--" if name.startswith("before") else "-"
             axes.plot(*zip(*shown, strict=True) if shown else ((), ()), style, marker="o", ms=3, label=name)
             axes.lines[-1].set_color(f"C{number % 10}")
         axes.set_xscale("log", base=2)

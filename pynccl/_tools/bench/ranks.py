@@ -216,11 +216,14 @@ class World:
         """Return nccl-tests' line about this process's rank i."""
         seat = self.all_seats[i]
         rank = self.process * self.settings.ranks_each + i
-        name = "CPU library" if loader.backend() == "cpu" else cuda.device_name(seat.comm.device)
+        name, pci = "CPU library", "0000:00:00"
+        if loader.backend() != "cpu":
+            name = cuda.device_name(seat.comm.device)
+            pci = cuda.device_pci(seat.comm.device).rpartition(".")[0]
         host = socket.gethostname().partition(".")[0]
         return (
             f"#  Rank {rank:2d} Group {self.color or 0:2d} Pid {os.getpid():6d} on {host:>10s} "
-            f"device {seat.comm.device:2d} [0000:00:00] {name}"
+            f"device {seat.comm.device:2d} [{pci}] {name}"
         )
 
 

@@ -21,7 +21,7 @@ from pynccl import capi
 from pynccl._base.version import __version__
 from pynccl._library.generated.api import NCCL_VERSION_CODE
 from pynccl._tools.bench import compare, pairs, percentiles, plot
-from pynccl._tools.bench.against import Earlier
+from pynccl._tools.bench.against import Document, Earlier
 from pynccl._tools.bench.files import open_new, replacements, write_document, write_table
 from pynccl._tools.bench.measure import Case, Half
 from pynccl._tools.bench.progress import Progress
@@ -62,7 +62,10 @@ class Report:
             "env": [f"{name}={_shown(name, value)}" for name, value in os.environ.items()],
             "nccl_version": capi.ncclGetVersion(),
         }
-        self._earlier = None if settings.against is None else Earlier(settings.against, operation, nranks)
+        self._earlier = Earlier.of(settings, operation, nranks)
+        self._beside = {
+            str(Path(path).with_suffix("")): Document(path, "--beside").results for path in settings.beside
+        }
         self._json: IO[str] | None = None
         if settings.output_file:
             self._json, name = open_new(settings.output_file, "-J")
@@ -175,7 +178,7 @@ class Report:
         self._progress.step(f"{case.operation.name}, {case.nbytes} bytes", self._done)
         self._done += 1
         root = f"{case.root if case.operation.rooted else -1:6d}"
-        op = case.op if case.operation.reduces else "none"
+        op = case.op if case.operation.redop is None else case.operation.redop
         self._print(
             f"{case.nbytes:12d}  {case.counts.param:12d}  {case.type_name:>8}  {op:>6}  {root:>6}", end=""
         )
@@ -212,7 +215,7 @@ class Report:
         if in_place and s.report_timestamps:
             self._print(f"{time.strftime(_TIME):>21}", end="")
         self._bus.append(half.bus)
-        self._errors += bool(half.wrong)
+        self._errors += half.failing
 
     def _iterations(self, half: Half) -> dict[str, Any]:
         skip = self._settings.per_iter_skip
@@ -325,7 +328,7 @@ class Report:
         if self._links:
             return plot.heat_maps(title, self._links, kind)
         earlier = self._earlier.times if self._earlier else None
-        return plot.curves(title, self._results, earlier, kind)
+        return plot.curves(title, self._results, earlier, self._beside, kind)
 
     def _is_slower(self) -> bool:
         """Write the comparison with the earlier run, if there is one."""

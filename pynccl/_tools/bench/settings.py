@@ -49,6 +49,8 @@ class Settings:
     compare: tuple[str, ...] = ()
     p2p: bool = False
     plot: str | None = None
+    # Documents of other runs, for --plot.
+    beside: tuple[str, ...] = ()
     percentiles: bool = False
     # Where rank 0 shows its progress, and whether it writes its output there, too.
     terminal: str | None = None
