@@ -99,7 +99,7 @@ def test_another_thread_reads_metrics() -> None:
     assert run(2, read_meanwhile, backend="cpu") == [2000, 2000]
 
 
-# --- NVTX ---------------------------------------------------------------------------------------------------
+# --- ranges -------------------------------------------------------------------------------------------------
 
 RANGES = """
 import numpy as np, pynccl
@@ -127,14 +127,33 @@ def test_ranges(run_python: Run, tmp_path: Path) -> None:
     ], done.stderr
 
 
-@pytest.mark.parametrize("value", ["2", "yes"])
-def test_bad_values(value: str, run_python: Run) -> None:
-    done = run_python("import pynccl; pynccl.init", fails=True, PYNCCL_NVTX=value)
-    assert f"PYNCCL_NVTX is {value!r}; expected 0 or 1" in done.stderr
+PROFILED = """
+import torch, pynccl
+from torch.profiler import profile
+comm = pynccl.init()
+x = torch.ones(1000)
+with profile() as profiled:
+    comm.all_reduce(x)
+    comm.barrier()
+print([event.name for event in profiled.events() if "pynccl" in event.name])
+"""
 
 
-def test_without_nvtx(run_python: Run) -> None:
-    done = run_python(
-        "import sys; sys.modules['nvtx'] = None; import pynccl; pynccl.init", fails=True, PYNCCL_NVTX="1"
-    )
-    assert "PYNCCL_NVTX=1 needs the package nvtx: pip install nvtx" in done.stderr
+def test_ranges_of_torch(run_python: Run) -> None:
+    done = run_python(PROFILED, PYNCCL_LIBRARY="cpu", PYNCCL_TORCH_PROFILER="1")
+    assert done.stdout == "['pynccl:all_reduce', 'pynccl:barrier']\n"
+
+
+@pytest.mark.parametrize("variable", ["PYNCCL_NVTX", "PYNCCL_TORCH_PROFILER"])
+def test_bad_values(variable: str, run_python: Run) -> None:
+    done = run_python("import pynccl; pynccl.init", fails=True, **{variable: "yes"})
+    assert f"{variable} is 'yes'; expected 0 or 1" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("variable", "package"), [("PYNCCL_NVTX", "nvtx"), ("PYNCCL_TORCH_PROFILER", "torch")]
+)
+def test_without_the_package(variable: str, package: str, run_python: Run) -> None:
+    code = f"import sys; sys.modules['{package}'] = None; import pynccl; pynccl.init"
+    done = run_python(code, fails=True, **{variable: "1"})
+    assert f"{variable}=1 needs the package {package}: pip install {package}" in done.stderr
