@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 import pynccl
-from meeting import census, hear, publish, tell, together, until
+from meeting import census, hear, leave_descriptors, publish, tell, together, until
 from pynccl import Communicator, NcclError, NcclTimeoutError, RankFailedError, UniqueId, capi
 from pynccl._comm.core import Core
 from pynccl.testing import RankError, run
@@ -248,8 +248,7 @@ def splits_short_of_descriptors(rank: int, nranks: int, timeout: float | None) -
     for spare in (0, 1, 2, 3, 4, 5, 6, 8):
         together(nranks, f"split {spare}")
         if rank == 1:
-            used = len(os.listdir("/proc/self/fd")) - 1
-            resource.setrlimit(resource.RLIMIT_NOFILE, (used + spare, hard))
+            leave_descriptors(spare)
         outcomes.append(outcome(lambda: comm.split(0)))
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         gc.collect()
@@ -280,8 +279,7 @@ def split_ends_a_with(rank: int, nranks: int) -> list[Outcome]:
         with pynccl.init(timeout=10) as comm:
             together(nranks, f"ready {spare}")
             if rank == 1:
-                used = len(os.listdir("/proc/self/fd")) - 1
-                resource.setrlimit(resource.RLIMIT_NOFILE, (used + spare, hard))
+                leave_descriptors(spare)
             comm.split(0)
 
     outcomes = []

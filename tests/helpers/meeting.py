@@ -1,6 +1,7 @@
 """How the ranks of a test meet without the communicator under test: a rank that has left may end immediately.
 
-Also: waits for what can be seen, interrupts, free ports, and how long a process did not get to run.
+Also: waits for what can be seen, interrupts, free ports, few descriptors, and how long a process did not get
+to run.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import contextlib
 import errno
 import itertools
 import os
+import resource
 import signal
 import socket
 import threading
@@ -96,6 +98,14 @@ def state(pid: int) -> str:
 def until_gone(pids: Iterable[int]) -> None:
     """Wait until none of these processes runs."""
     until(lambda: all(state(pid) == "Z" for pid in pids), 10)
+
+
+def leave_descriptors(spare: int) -> None:
+    """Limit this process to `spare` more descriptors: the numbers of those that are open may have gaps."""
+    # The listing's own descriptor is closed again.
+    used = {int(name) for name in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{name}")}
+    limit = next(itertools.islice((n for n in itertools.count() if n not in used), spare, None))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 
 
 def census() -> tuple[Counter[str], Counter[str]]:

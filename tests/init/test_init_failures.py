@@ -24,7 +24,7 @@ import pynccl
 from conftest import clean_environment
 from init_methods import Plain, meet
 from launchers import forget_the_launcher
-from meeting import free_port, hear, starved, store, tell, together, until
+from meeting import free_port, hear, leave_descriptors, starved, store, tell, together, until
 from pynccl import BootstrapError, capi, testing
 from pynccl._watch import watchdog
 from pynccl.bootstrap import Store, StoreServer, _store
@@ -801,10 +801,7 @@ def init_without_descriptors(rank: int, nranks: int, spare: int, where: int) -> 
     pynccl.init(timeout=20).destroy()
     together(nranks)
     if rank == where:
-        used = len(os.listdir("/proc/self/fd")) - 1
-        resource.setrlimit(
-            resource.RLIMIT_NOFILE, (used + spare, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
-        )
+        leave_descriptors(spare)
     with pytest.raises((pynccl.NcclError, OSError)) as caught:
         pynccl.init(timeout=5)
     return str(caught.value)

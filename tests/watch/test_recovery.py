@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import pynccl
-from meeting import failure, hear, publish, tell, together, until
+from meeting import failure, hear, leave_descriptors, publish, tell, together, until
 from null_library import forwarding
 from processes import completed
 from pynccl import (
@@ -135,8 +135,7 @@ def shrinks_without_descriptors(rank: int, nranks: int, spare: int) -> str:
     error = failure(comm.barrier)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if rank == 1:
-        used = len(os.listdir("/proc/self/fd")) - 1
-        resource.setrlimit(resource.RLIMIT_NOFILE, (used + spare, hard))
+        leave_descriptors(spare)
     with pytest.raises(NcclError) as caught:
         comm.shrink(exclude=error.ranks, abort=True)
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
@@ -214,7 +213,7 @@ def shrinks_again(rank: int, nranks: int) -> list[int]:
     with pynccl.init(timeout=15) as comm:
         for number, excluded in enumerate([0, 3, 0, 3]):
             if rank == 2 and not number:
-                resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) - 1, hard))
+                leave_descriptors(0)
             if rank != excluded:
                 try:
                     with comm.shrink([excluded]) as small:
