@@ -15,8 +15,8 @@ typedef struct {
   PyObject* otherwise;  // called with the same arguments in all other cases
 } Usual;
 
-static PyObject *name_contiguous, *name_data, *name_device, *name_dtype, *name_pointer, *name_shape,
-    *name_size;
+static PyObject *name_contiguous, *name_data, *name_device, *name_dtype, *name_ndim, *name_pointer,
+    *name_shape, *name_size;
 
 static int size_of(PyObject* object, PyObject* name, size_t* out) {
   PyObject* value = PyObject_GetAttr(object, name);
@@ -31,6 +31,14 @@ static int same_attribute(PyObject* one, PyObject* other, PyObject* name) {
   Py_XDECREF(first);
   Py_XDECREF(second);
   return same;
+}
+
+// Like same_attribute of the shapes. CuPy makes a tuple for each `shape`, so vectors are compared by size.
+static int same_shape(PyObject* one, PyObject* other, size_t count) {
+  size_t dims, others, size;
+  if (size_of(one, name_ndim, &dims) || size_of(other, name_ndim, &others)) return -1;
+  if (dims != 1 || others != 1) return same_attribute(one, other, name_shape);
+  return size_of(other, name_size, &size) ? -1 : size == count;
 }
 
 // 1 and the address if the array can be used as it is; 0 if not; -1 with an exception.
@@ -67,14 +75,14 @@ static int usual_issue(const Usual* self, PyObject* send, PyObject* recv, PyObje
   size_t source = 0, target, count, stream = 0;
   int usual = usual_template(self, send, op, &template);
   if (usual > 0) usual = usual_array(self, send, &source);
+  if (usual > 0 && size_of(send, name_size, &count)) usual = -1;
   target = source;
   if (recv != Py_None && usual > 0) {
     usual = Py_TYPE(recv) == Py_TYPE(send) ? usual_array(self, recv, &target) : 0;
     if (usual > 0) usual = same_attribute(send, recv, name_dtype);
-    if (usual > 0) usual = same_attribute(send, recv, name_shape);
+    if (usual > 0) usual = same_shape(send, recv, count);
   }
   if (usual <= 0) return usual;
-  if (size_of(send, name_size, &count)) return -1;
   if (self->stream != Py_None) {
     PyObject* current = PyObject_CallNoArgs(self->stream);
     const int failed = !current || pynccl_as_size(current, &stream);
@@ -186,6 +194,7 @@ int pynccl_usual_names(void) {
          (name_data = PyUnicode_InternFromString("data")) &&
          (name_device = PyUnicode_InternFromString("device_id")) &&
          (name_dtype = PyUnicode_InternFromString("dtype")) &&
+         (name_ndim = PyUnicode_InternFromString("ndim")) &&
          (name_pointer = PyUnicode_InternFromString("ptr")) &&
          (name_shape = PyUnicode_InternFromString("shape")) &&
          (name_size = PyUnicode_InternFromString("size"));
