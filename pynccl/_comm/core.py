@@ -355,7 +355,9 @@ class Core:
         try:
             return bounded(call, self.timeout, what, if_abandoned, look, linger)
         except NcclTimeoutError as error:
-            error.args = (f"{error}{self._in_turn()}",)
+            # The counts of calls that follow do not show who is in this one.
+            where = "" if self.known_rank is None else f" on rank {self.known_rank}"
+            error.args = (f"{error}{where}{self._in_turn()}",)
             self.watch.hear()
             raise self.watch.expire(str(error)) or error from None
         except NcclError as error:

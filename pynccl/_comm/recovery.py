@@ -51,9 +51,9 @@ def ranks_to_exclude(exclude: object, size: int) -> list[int]:
 
 def shrink(core: Core, exclude: Sequence[int], ends: bool, config: ConfigLike, quorum: Quorum) -> Core:
     """Derive a communicator without some ranks; `ends` closes this one, even with outstanding calls."""
-    if core.rank in exclude and ends:
-        # If this rank itself was found to have failed, raise that error.
-        core.watch.raise_verdict()
+    if core.rank in exclude and ends and (verdict := core.watch.verdict()):
+        # This rank itself was found to have failed or to be late.
+        raise _of_excluded(verdict, core.rank)
     if core.rank in exclude or not exclude:
         raise ValueError(
             f"exclude is {shown(exclude)}; expected at least one rank, and not this rank, {core.rank}"
@@ -89,6 +89,12 @@ def _shrink_alone(core: Core, excluded: list[int], ends: bool, config: ConfigLik
 def _shrink_by_library(core: Core, excluded: list[int], ends: bool, config: ConfigLike) -> int:
     flags = capi.NCCL_SHRINK_ABORT if ends else capi.NCCL_SHRINK_DEFAULT
     return capi.ncclCommShrink(core.open(), excluded, len(excluded), config, flags)
+
+
+def _of_excluded(verdict: NcclError, rank: int) -> NcclError:
+    error = copy(verdict)
+    error.args = (f"{verdict}; the other ranks go on without this rank, {rank}, if they exclude it too",)
+    return error
 
 
 def _needs_abort(failed: NcclError) -> NcclError:

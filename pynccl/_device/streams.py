@@ -404,5 +404,6 @@ def _wait_for(wait: Callable[[float | None], bool], timeout: float | None, what:
     deadline = None if timeout is None else time.monotonic() + timeout
     if not wait(deadline):
         text = f"{what} took longer than {rounded(timeout)} s"
+        text += "; Communicator.synchronize names the ranks that are late"
         dump_because("timeout", text)
         raise NcclTimeoutError(text, function=what)

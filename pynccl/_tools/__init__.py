@@ -1,4 +1,4 @@
 """Tools that people run: the subcommands of `pynccl` beside `run` and `ras`.
 
-They use pynccl's public interface. Imported by `__main__` alone, which finds them by name.
+They use pynccl's public interface. Imported by no other room: `__main__` finds a subcommand's module by name.
 """

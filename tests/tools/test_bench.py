@@ -394,7 +394,7 @@ def test_a_bandwidth_that_is_required() -> None:
         (["all_reduce", "-n", "0"], "'-n'"),
         (
             ["all_reduce", "-o", "mean"],
-            "expected one of sum, prod, max, min, avg, mulsum, or all, not 'mean'",
+            "expected one of sum, prod, max, min, avg, mulsum, or all, not 'mean'; it is avg here",
         ),
         (["all_reduce", "-d", "float32"], "expected one of int8, uint8,"),
         (["all_reduce", "-K", "2"], "-K without -I 1"),

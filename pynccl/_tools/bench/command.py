@@ -44,6 +44,11 @@ _MOST_DIGITS, _MOST_BYTES = 40, 1 << 50
 _MOST_PERCENT = 1e6
 
 
+# NumPy's and torch's names of nccl-tests' datatypes and reductions.
+_OTHER_NAMES = {"float16": "half", "float32": "float", "float64": "double", "bf16": "bfloat16", "mean": "avg"}
+_OTHER_NAMES |= {"fp16": "half", "fp32": "float", "fp64": "double"}
+
+
 class _Size(click.ParamType[Any]):
     name = "SIZE"
 
@@ -72,7 +77,9 @@ class _NameOrAll(click.ParamType[Any]):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         if value not in (*self._names, "all"):
-            self.fail(f"expected one of {', '.join(self._names)}, or all, not {value!r}", param, ctx)
+            ours = _OTHER_NAMES.get(value)
+            hint = f"; it is {ours} here" if ours else ""
+            self.fail(f"expected one of {', '.join(self._names)}, or all, not {value!r}{hint}", param, ctx)
         return str(value)
 
 
