@@ -545,6 +545,12 @@ def test_a_time_out_that_is_none(value: str) -> None:
     assert not those(doctor("--only", "environment", PYNCCL_TIMEOUT="2.5"), "PYNCCL_TIMEOUT")
 
 
+def test_a_check_mode_that_is_none() -> None:
+    text = only(doctor("--only", "environment", PYNCCL_CHECK="x"), "PYNCCL_CHECK", "error")["text"]
+    assert text == "PYNCCL_CHECK is 'x'; expected 0 or 1"
+    assert not those(doctor("--only", "environment", PYNCCL_CHECK="1"), "PYNCCL_CHECK")
+
+
 @pytest.mark.parametrize("value", ["xx", "::1:5", "localhost:0"])
 def test_an_address_of_ras_that_is_none(value: str) -> None:
     found = doctor("--only", "environment", NCCL_RAS_ADDR=value)
@@ -655,6 +661,38 @@ def test_an_all_reduce_that_hangs() -> None:
     assert re.match(r"rank \d: .*all_reduce", text) and re.search(r"did not (complete|return)", text)
 
 
+@pytest.mark.parametrize(
+    ("variable", "text"),
+    [
+        ("PYNCCL_TIMEOUT=x", "PYNCCL_TIMEOUT is 'x'; expected a positive number of seconds"),
+        ("PYNCCL_CHECK=x", "PYNCCL_CHECK is 'x'; expected 0 or 1"),
+        ("PYNCCL_LIBRARY=/etc/passwd", "PYNCCL_LIBRARY names /etc/passwd, a library that cannot be used: "),
+    ],
+)
+def test_a_variable_with_which_programs_fail(variable: str, text: str) -> None:
+    """It fails here as in a job."""
+    env = dict([variable.split("=")])
+    alone = doctor("--only", "all_reduce", **env)
+    first, second = job("--only", "all_reduce", "--timeout", "10", each=[env, env])
+    assert second == (0, "")
+    for found in (alone, findings(first)):
+        failed = only(found, "all_reduce", "error")["text"]
+        assert re.sub(r"^rank \d: ", "", failed).startswith(text)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_nothing_is_left_of_a_doctor_that_is_ended(tmp_path: Path, number: signal.Signals) -> None:
+    process = start("--only", "all_reduce", TMPDIR=str(tmp_path), PYNCCL_CPU_FAULT="call=1,action=sleep:100")
+    try:
+        until(lambda: list(tmp_path.glob("pynccl-testing-*/*")))
+        process.send_signal(number)
+        process.communicate(timeout=20)
+    finally:
+        process.kill()
+    # pynccl.testing removes its folders of runs that were killed in its next run.
+    assert not [name for name in os.listdir(tmp_path) if not name.startswith("pynccl-testing-")]
+
+
 # --- jobs ---------------------------------------------------------------------------------------------------
 
 
@@ -724,6 +762,31 @@ def test_a_rank_that_dies(call: int) -> None:
     done = completed(command, env=env, timeout=40)
     assert done.returncode == 128 + signal.SIGKILL
     assert re.search(r"^error +all_reduce +rank [02]: rank 1 .*died", done.stdout, re.M), (
+        done.stdout + done.stderr
+    )
+
+
+DIES = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <signal.h>
+#include <stdlib.h>
+int ncclCommDestroy(void* comm) {
+  int (*real)(void*) = dlsym(RTLD_NEXT, "ncclCommDestroy");
+  int result = real(comm);
+  if (atoi(getenv("RANK")) == 1) raise(SIGKILL);
+  return result;
+}
+"""
+
+
+def test_a_rank_that_dies_between_two_transports(tmp_path: Path) -> None:
+    """The others wait for it in pynccl.init, and report it before the launcher kills them."""
+    env = environment(PYNCCL_LIBRARY=changed_library(tmp_path, DIES))
+    command = [*PYNCCL_RUN, "-n", "3", "--no-tag", "-m", "pynccl", "doctor", "--only", "all_reduce"]
+    done = completed(command, env=env, timeout=40)
+    assert done.returncode == 128 + signal.SIGKILL
+    assert re.search(r"^error +all_reduce +rank 1 did not finish$", done.stdout, re.M), (
         done.stdout + done.stderr
     )
 

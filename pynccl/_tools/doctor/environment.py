@@ -14,6 +14,7 @@ from pynccl._tools.doctor import known
 from pynccl._tools.doctor.finding import Finding, error, ok, warning
 from pynccl._tools.doctor.libraries import loaded, opened
 from pynccl._tools.machine import Machine
+from pynccl._watch import check_mode
 from pynccl.bootstrap import _environment, _variables
 from pynccl.bootstrap._variables import PYNCCL
 from pynccl.ras.client import parse_address
@@ -119,6 +120,20 @@ def check_time_limit(machine: Machine) -> Iterator[Finding]:
                 str(problem),
                 "pynccl.init raises this error.",
                 "unset PYNCCL_TIMEOUT, or correct it.",
+            )
+
+
+def check_check_mode(machine: Machine) -> Iterator[Finding]:
+    """Read whether the ranks compare their calls."""
+    if "PYNCCL_CHECK" in machine.environ:
+        try:
+            check_mode.enabled()
+        except ValueError as problem:
+            yield error(
+                "PYNCCL_CHECK",
+                str(problem),
+                "pynccl.init raises this error.",
+                "PYNCCL_CHECK=1 compares the ranks' calls, PYNCCL_CHECK=0 does not.",
             )
 
 
@@ -249,4 +264,12 @@ def _others(machine: Machine) -> Iterator[str]:
             )
 
 
-CHECKS = (check_names, check_left_over, check_time_limit, check_ras_address, check_files, check_launcher)
+CHECKS = (
+    check_names,
+    check_left_over,
+    check_time_limit,
+    check_check_mode,
+    check_ras_address,
+    check_files,
+    check_launcher,
+)

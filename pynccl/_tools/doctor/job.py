@@ -33,8 +33,8 @@ _CONNECT_SECONDS = 3.0
 _CLOCK_SECONDS = 0.5
 # The part of the time in which the ranks must have come; the rest is for what follows.
 _ARRIVAL = 0.5
-# Seconds for the others to report the death of a rank: launchers kill ranks 5 s after SIGTERM.
-_LAST_SECONDS = 2.0
+# Launchers kill ranks 5 s after SIGTERM. Seconds of these to wait for other ranks, and for their reports.
+_PATIENCE, _LAST_SECONDS = 1, 2.0
 
 
 @dataclass(frozen=True)
@@ -115,9 +115,7 @@ def _meet(exchange: Exchange, mine: Report, themes: Sequence[str], deadline: flo
     probes = exchange.collect("probes", json.dumps(_probe(listeners, exchange.rank)).encode())
     usable = "all_reduce" in themes and _all_reachable(probes, exchange.size)
     usable = exchange.announce("usable", b"1" if usable else b"0") == b"1"
-    with _ends_later():
-        times = _measure(exchange, deadline) if usable else None
-        ends = exchange.collect("end", json.dumps(times).encode())
+    ends = _ends(exchange, deadline, usable)
     if merged is None:
         return None
     found = [*compare(reports), *_silent(probes, exchange.size), *_connections(reports, listeners, probes)]
@@ -326,14 +324,36 @@ def _clocks(reports: dict[int, Report], probes: dict[int, bytes]) -> Iterator[Fi
 # --- all_reduce ---------------------------------------------------------------------------------------------
 
 
+class _GivenUp(KeyboardInterrupt):
+    """SIGTERM has come, and what this rank waits for has not."""
+
+
 @contextmanager
 def _ends_later() -> Iterator[None]:
-    """Ignore SIGTERM, by which a launcher ends the other ranks of one that has died: they report it."""
-    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    """Leave time to report a rank that has died after SIGTERM, by which a launcher ends the others."""
+
+    def give_up(*_: object) -> None:
+        raise _GivenUp
+
+    handlers = {signal.SIGTERM: lambda *_: signal.alarm(_PATIENCE), signal.SIGALRM: give_up}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.alarm(0)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _ends(exchange: Exchange, deadline: float, usable: bool) -> dict[int, bytes]:
+    """Measure if the ranks can, and return on rank 0 what each says of it: None if it has given up."""
+    try:
+        with _ends_later():
+            times = _measure(exchange, deadline) if usable else None
+            return exchange.collect("end", json.dumps(times).encode())
+    except _GivenUp:
+        exchange.deadline = min(deadline, time.monotonic() + _LAST_SECONDS)
+        return exchange.collect("end", b"null")
 
 
 def _measure(exchange: Exchange, deadline: float) -> transports.Times | dict[str, Any]:
@@ -342,19 +362,24 @@ def _measure(exchange: Exchange, deadline: float) -> transports.Times | dict[str
     now = time.monotonic()
     try:
         return transports.measure(exchange.rank, exchange.size, now + 0.7 * (deadline - now))
-    except (NcclError, OSError) as failure:
-        if isinstance(failure, RankFailedError):
-            exchange.deadline = min(deadline, time.monotonic() + _LAST_SECONDS)
-        # Further lines are advice, which the check library gives.
-        text = str(failure).splitlines()[0].removesuffix(" Looked for:")
-        return {"text": text, "other": isinstance(failure, RankFailedError)}
+    except RankFailedError as failure:
+        exchange.deadline = min(deadline, time.monotonic() + _LAST_SECONDS)
+        # Nothing else has to be waited for.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.alarm(0)
+        return {"text": transports.reason(failure), "other": True}
+    except Exception as failure:
+        return {"text": transports.reason(failure), "other": False}
 
 
 def _ended(ends: dict[int, bytes], size: int) -> Iterator[Finding]:
     said = {rank: json.loads(end) for rank, end in ends.items()}
     failures = [(end["other"], rank, end["text"]) for rank, end in said.items() if isinstance(end, dict)]
     silent = [rank for rank in range(size) if rank not in said]
-    if failures:
+    if said[0] is None:
+        # Others fail since this rank has given up.
+        yield transports.failed(f"{rank_list(silent)} did not finish" if silent else "SIGTERM ended it")
+    elif failures:
         # The rank that has caused it says why.
         _, rank, text = min(failures)
         yield transports.failed(f"rank {rank}: {text}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ import numpy as np
 
 import pynccl
 from pynccl import testing
+from pynccl._base.timeouts import resolve_timeout
 from pynccl._errors import NcclError
 from pynccl._library import cuda, loader
 from pynccl._library.loader import LibraryInfo
@@ -37,10 +37,9 @@ Times = list[tuple[str, str, float]]
 
 def measure(rank: int, nranks: int, deadline: float) -> Times:
     """Return the times of all_reduce with every rank of the job, measured until a time of this machine."""
-    library = loaded()
-    if isinstance(library, NcclError):
-        library = _instead(library)
-    if library.backend != "cpu":
+    # A program's pynccl.init reads PYNCCL_TIMEOUT, this one's has a time-out of its own.
+    resolve_timeout(None)
+    if _library().backend != "cpu":
         return [("", "NCCL's choice", _time(deadline))]
     found = []
     for asked, variables in _CPU.items():
@@ -50,27 +49,30 @@ def measure(rank: int, nranks: int, deadline: float) -> Times:
     return found
 
 
-def _instead(missing: NcclError) -> LibraryInfo:
-    """Load the CPU library on a machine without a driver, as `alone` does; raise if another was asked for."""
+def _library() -> LibraryInfo:
+    """Load the library; on a machine without a driver the CPU library, unless another was asked for."""
+    library = loaded()
+    if not isinstance(library, NcclError):
+        return library
     if os.environ.get("PYNCCL_LIBRARY", "auto") not in ("", "auto") or cuda.available():
-        raise missing
+        raise library
     return loader.load("cpu")
 
 
 @contextmanager
 def logged() -> Iterator[None]:
-    """Have the library log into a folder of its own; it reads these variables when it is loaded."""
+    """Have this process's library log into memory; it reads these variables when it is loaded."""
+    # Memory leaves nothing behind, however the process ends.
     with (
-        tempfile.TemporaryDirectory(prefix="pynccl-doctor-") as folder,
-        _variables({"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": f"{folder}/%p"}),
+        open(os.memfd_create("pynccl-doctor"), "rb") as log,
+        _variables({"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": f"/proc/self/fd/{log.fileno()}"}),
     ):
         yield
 
 
 def _used() -> str:
     """Return the transport of the newest communicator, of which the CPU library's log tells."""
-    log = Path(os.environ["NCCL_DEBUG_FILE"].replace("%p", str(os.getpid())))
-    return str(_LOGGED.findall(log.read_text())[-1])
+    return str(_LOGGED.findall(Path(os.environ["NCCL_DEBUG_FILE"]).read_text())[-1])
 
 
 @contextmanager
@@ -108,25 +110,38 @@ def _time(deadline: float) -> float:
 
 def alone(timeout: float) -> Finding:
     """Measure with two ranks of this machine; on a machine with one GPU, with one."""
-    library = loaded()
-    on_gpus = not isinstance(library, NcclError) and library.backend == "nccl" and cuda.available()
-    nranks = min(2, cuda.device_count()) if on_gpus else 2
+    try:
+        on_gpus = _library().backend != "cpu"
+    except NcclError as failure:
+        return failed(reason(failure))
+    nranks = min(2, cuda.device_count() or 2) if on_gpus else 2
     # Ranks that wait need the rest of the time to say for whom.
     deadline = time.monotonic() + 0.6 * timeout
     try:
-        times = testing.run(nranks, measure, deadline, backend="auto" if on_gpus else "cpu", timeout=timeout)
+        times = testing.run(nranks, _measure_logged, deadline, timeout=timeout)
     except testing.RankError as failure:
-        return failed(_reason(failure))
+        return failed(_reason_of_ranks(failure))
     return finding(nranks, times[0])
 
 
-def _reason(failure: testing.RankError) -> str:
+def _measure_logged(rank: int, nranks: int, deadline: float) -> Times:
+    with logged():
+        return measure(rank, nranks, deadline)
+
+
+def _reason_of_ranks(failure: testing.RankError) -> str:
     """Return the error of the first rank that has raised one; else the head or the end of the text."""
     for rank, raised in failure.errors.items():
         if raised is not None:
-            return f"rank {rank}: {str(raised).splitlines()[0]}"
+            return f"rank {rank}: {reason(raised)}"
     lines = [line.strip() for line in str(failure).splitlines() if line.strip()]
     return lines[0 if isinstance(failure, testing.RankTimeout) else -1]
+
+
+def reason(failure: BaseException) -> str:
+    """Return an error as one line."""
+    # Further lines are advice, which the check library gives.
+    return (str(failure) or repr(failure)).splitlines()[0].removesuffix(" Looked for:")
 
 
 def failed(text: str) -> Finding:
