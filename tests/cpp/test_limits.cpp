@@ -50,6 +50,38 @@ TEST_CASE("too few descriptors for the peers") {
   for (auto& rank : ranks) CHECK_EQ(rank->wait(), 0);
 }
 
+// The root of the id is this process. It cannot accept the other ranks, and nobody waits for the time-out.
+TEST_CASE("no descriptor for the root of an id") {
+  ncclUniqueId id = settled_id();
+  auto is_told = [&](int r) {
+    ncclComm_t comm = nullptr;
+    RESULT(ncclCommInitRank(&comm, 3, id, r), ncclSystemError);
+    std::string text = ncclGetLastError(nullptr);
+    SAYS(text, "no rank can connect to the root of the unique id (pid ");
+    SAYS(text, "Too many open files");
+    CHECK(!contains(text, "missing"));
+  };
+  Gate gate;
+  std::vector<std::unique_ptr<Child>> others;
+  for (int r : {1, 2})
+    others.push_back(std::make_unique<Child>([&, r] {
+      gate.wait();
+      is_told(r);
+    }));
+  rlimit before{};
+  getrlimit(RLIMIT_NOFILE, &before);
+  int lowest = dup(0);
+  close(lowest);
+  limit_descriptors(rlim_t(lowest));
+  gate.open(2);
+  double began = now();
+  is_told(0);
+  CHECK(now() - began < 20);
+  for (auto& other : others) CHECK_EQ(other->wait(), 0);
+  CHECK_EQ(setrlimit(RLIMIT_NOFILE, &before), 0);
+  run_job(2);
+}
+
 TEST_CASE("ranks as threads need no descriptors") {
   limit_descriptors(64);
   ncclUniqueId id = settled_id();

@@ -125,6 +125,7 @@ class Service {
   std::unique_ptr<Connection> take(int fd);
   void end(int fd);
   void tidy(Deadline now);
+  Deadline starved_since() const;
 
   struct Listener {
     Fd fd;
@@ -141,6 +142,7 @@ class Service {
   std::mutex posts_mutex_;
   Posts posts_;
   Deadline last_told_{};
+  bool lends_spare_ = false;  // to ranks that wait to be accepted
 };
 
 }  // namespace pncpu

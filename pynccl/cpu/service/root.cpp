@@ -384,11 +384,18 @@ std::string RootTable::joined(const Root& root) const {
   return text;
 }
 
-void RootTable::expire(Deadline now, const std::string& trouble) {
+void RootTable::expire(Deadline now) {
   while (!timers_.empty() && timers_.begin()->first <= now) {
     Root& root = roots_.at(timers_.begin()->second);
-    end(root, ncclTimeout, late(root) + (trouble.empty() ? "" : "; no rank can connect: " + trouble));
+    end(root, ncclTimeout, late(root));
   }
+}
+
+void RootTable::shut(const std::string& why) {
+  while (!timers_.empty())
+    end(roots_.at(timers_.begin()->second), ncclSystemError,
+        "no rank can connect to the root of the unique id (pid " + std::to_string(getpid()) + " on " +
+            host_name() + "): " + why);
 }
 
 }  // namespace pncpu

@@ -40,8 +40,8 @@ class RootTable {
   void unproved(const Token& token, uint64_t serial, const std::string& text);
 
   bool busy() const { return !timers_.empty(); }  // some ranks wait
-  // `trouble`: why no rank can connect to this process at the moment, if so.
-  void expire(Deadline now, const std::string& trouble);
+  void expire(Deadline now);
+  void shut(const std::string& why);  // no rank can connect to this process
   Deadline next_deadline() const { return timers_.empty() ? kForever : timers_.begin()->first; }
 
  private:

@@ -171,7 +171,16 @@ void Service::run() {
 
 void Service::tidy(Deadline now) {
   try {
-    roots.expire(now, starved() ? describe_error(EMFILE) : "");
+    roots.expire(now);
+    if (starved() && (roots.busy() || lends_spare_)) {
+      roots.shut(describe_error(EMFILE));
+      // With it the ranks that wait to be accepted hear of it, one after the other.
+      spare.reset();
+      lends_spare_ = true;
+    } else if (lends_spare_ && starved_since() == kForever) {
+      hold_spare();
+      lends_spare_ = !spare;
+    }
   } catch (const std::exception& e) {
     log(Level::Warn, "the bootstrap service: %s", e.what());
   }
@@ -577,9 +586,13 @@ std::vector<char> Service::describe() {
   return said;
 }
 
+Deadline Service::starved_since() const {
+  return std::min(network_.admission.starved_since(), local_.admission.starved_since());
+}
+
 bool Service::starved() {
   std::lock_guard<std::recursive_mutex> lock(mutex);
-  Deadline since = std::min(network_.admission.starved_since(), local_.admission.starved_since());
+  Deadline since = starved_since();
   return since != kForever && Clock::now() - since > std::chrono::seconds(1);
 }
 
