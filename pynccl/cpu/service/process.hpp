@@ -125,6 +125,8 @@ class Service {
   std::unique_ptr<Connection> take(int fd);
   void end(int fd);
   void tidy(Deadline now);
+  void turn_ranks_away();
+  Fd another_descriptor() const;
   Deadline starved_since() const;
 
   struct Listener {

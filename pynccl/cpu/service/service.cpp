@@ -172,15 +172,10 @@ void Service::run() {
 void Service::tidy(Deadline now) {
   try {
     roots.expire(now);
-    if (starved() && (roots.busy() || lends_spare_)) {
-      roots.shut(describe_error(EMFILE));
-      // With it the ranks that wait to be accepted hear of it, one after the other.
-      spare.reset();
-      lends_spare_ = true;
-    } else if (lends_spare_ && starved_since() == kForever) {
-      hold_spare();
-      lends_spare_ = !spare;
-    }
+    if (starved() && roots.busy())
+      turn_ranks_away();
+    else if (lends_spare_ && starved_since() == kForever)
+      hold_spare(), lends_spare_ = !spare;
   } catch (const std::exception& e) {
     log(Level::Warn, "the bootstrap service: %s", e.what());
   }
@@ -190,6 +185,14 @@ void Service::tidy(Deadline now) {
   for (const SocketPtr& socket : finished) drop(socket);
   tend(network_, now);
   tend(local_, now);
+}
+
+void Service::turn_ranks_away() {
+  if (another_descriptor()) return;  // some have become free
+  roots.shut(describe_error(errno));
+  // With it the ranks that wait to be accepted hear of it, one after the other.
+  spare.reset();
+  lends_spare_ = true;
 }
 
 // Ends overdue connections; pauses or resumes the listeners.
@@ -561,9 +564,13 @@ bool Service::is_sound(const Local& local, const Post& p) const {
   return p.from >= 0 && p.from < local.table.size() && local.table[p.from].process == p.origin;
 }
 
+Fd Service::another_descriptor() const {
+  return Fd::made_by([this] { return fcntl(wake_.get(), F_DUPFD_CLOEXEC, 0); });
+}
+
 void Service::hold_spare() {
   std::lock_guard<std::recursive_mutex> lock(mutex);
-  spare = Fd::made_by([this] { return fcntl(wake_.get(), F_DUPFD_CLOEXEC, 0); });
+  spare = another_descriptor();
 }
 
 std::vector<char> Service::describe() {
