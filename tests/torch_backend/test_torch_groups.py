@@ -344,6 +344,30 @@ def test_a_rank_that_outlives_the_store_prints_nothing(run_program: Run) -> None
     assert (done.returncode, done.stderr) == (0, "")
 
 
+# The store's server stops before the group ends, and ends after it.
+ENDS_WITHOUT_AN_ANSWER = """
+import os, signal, subprocess, sys, time, torch.distributed as dist, pynccl.torch
+rank, port = int(os.environ["RANK"]), int(sys.argv[1])
+SERVER = f"import time, torch.distributed as dist; s = dist.TCPStore('localhost', {port}, None, True); time.sleep(60)"
+if rank == 0:
+    server = subprocess.Popen([sys.executable, "-c", SERVER])
+dist.init_process_group("pynccl", store=dist.TCPStore("localhost", port), rank=rank, world_size=2)
+if rank == 0:
+    server.send_signal(signal.SIGSTOP)
+dist.barrier()
+dist.destroy_process_group()
+if rank == 0:
+    server.kill()
+    server.wait()
+time.sleep(1)
+"""
+
+
+def test_the_end_of_a_group_waits_for_no_answer_of_the_store(run_program: Run) -> None:
+    done = run_program(ENDS_WITHOUT_AN_ANSWER, 2, str(free_port()))
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def mismatched(rank: int, size: int, store: str) -> str:
     start(rank, size, store)
     with pytest.raises(RuntimeError) as caught:

@@ -1,8 +1,6 @@
 // Connecting, issuing, coalescing and ending.
 #include "backend.hpp"
 
-#include "store_server.hpp"
-
 namespace pynccl {
 
 decltype(provide) provide;
@@ -572,7 +570,7 @@ void Backend::end(bool abort) {
     if (size_ > 1)
       bounded(
           [store = store_, rank = rank_] {
-            if (server_listens(store)) Leavers::add(*store, rank);
+            if (ended_server(store).empty()) Leavers::add(*store, rank);
           },
           kLeaveSeconds, "", false);
   } catch (const std::exception&) {  // the store has ended, and the ranks that wait in it notice that

@@ -10,6 +10,7 @@
 #include <set>
 
 #include "runner.hpp"
+#include "store_server.hpp"
 
 namespace pynccl {
 
@@ -50,16 +51,12 @@ struct Names {
 // communicator of those that never exchanged a message with it.
 class Leavers {
  public:
-  static void add(c10d::Store& store, int rank) {
-    store.set(key(rank), std::vector<uint8_t>{1});
-    store.add(kCount, 1);
-  }
+  // TCPStore prints a stack of C++ if its server ends before it answers; set() has no answer.
+  static void add(c10d::Store& store, int rank) { store.set(key(rank), std::vector<uint8_t>{1}); }
   static bool has(c10d::Store& store, int rank) { return store.check({key(rank)}); }
-  static int64_t count(c10d::Store& store) { return store.add(kCount, 0); }
 
  private:
   static std::string key(int rank) { return c10::str("pynccl/left/", rank); }
-  static constexpr const char* kCount = "pynccl/left";
 };
 
 // Watches a peer while this rank waits for its connection: only the group's communicator notices its death.
@@ -575,19 +572,23 @@ class Messages : public std::enable_shared_from_this<Messages> {
     }).detach();
   }
 
-  // A receive from any source fails when all other ranks have left. The inbox of such a rank finds out
-  // whether a message is still to come.
+  // A receive from any source fails when all other ranks have left or died, in whatever order. The inbox of
+  // such a rank finds out whether a message is still to come.
   void look_for_leavers() {
     OwnStore store(store_);
-    std::set<int> left;
-    for (; !closed(); std::this_thread::sleep_for(kLookForLeavers)) {
-      if (!mail_->wanted(kAnySource) || Leavers::count(*store) == int64_t(left.size())) continue;
-      for (int rank = 0; rank < names_.size; ++rank) {
-        if (rank == rank_ || left.count(rank) || !Leavers::has(*store, rank)) continue;
-        left.insert(rank);
-        inbox(rank)->look(Pace::Now);
+    for (int rank = 0; rank < names_.size; ++rank) {
+      if (rank == rank_) continue;
+      while (!mail_->wanted(kAnySource) || !is_gone(*store, rank)) {
+        if (closed()) return;
+        std::this_thread::sleep_for(kLookForLeavers);
       }
+      inbox(rank)->look(Pace::Now);
     }
+  }
+
+  bool is_gone(c10d::Store& store, int rank) const {
+    CommPtr comm = group_->comm();
+    return (comm && comm->is_gone(rank)) || Leavers::has(store, rank);
   }
 
   bool closed() {
