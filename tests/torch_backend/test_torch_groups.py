@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -329,26 +330,46 @@ import os, socket, time, torch, torch.distributed as dist, pynccl.torch
 dist.init_process_group("pynccl")
 dist.new_group([1, 2])
 dist.all_reduce(torch.ones(2))
-while dist.get_rank() == 1:
+while dist.get_rank() > 0:
     try:
         socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))).close()
     except OSError:
         break
     time.sleep(0.2)
+"""
+
+MESSAGES_WITHOUT_THE_STORE = f"""{OUTLIVES_THE_STORE}
+rank, began = dist.get_rank(), time.monotonic()
+if rank > 0:
+    try:
+        dist.send(torch.ones(2), 2) if rank == 1 else dist.recv(torch.ones(2), 1)
+    except dist.DistBackendError as error:
+        print(time.monotonic() - began < 10, error)
 dist.destroy_process_group()
 """
 
 
 def test_a_rank_that_outlives_the_store_prints_nothing(run_program: Run) -> None:
-    done = run_program(OUTLIVES_THE_STORE, 3)
+    done = run_program(f"{OUTLIVES_THE_STORE}dist.destroy_process_group()\n", 3)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_first_messages_without_the_store_say_so_at_once(run_program: Run) -> None:
+    done = run_program(MESSAGES_WITHOUT_THE_STORE, 3)
+    assert (done.returncode, done.stderr) == (0, "")
+    for rank, peer in ((1, 2), (2, 1)):
+        assert re.search(
+            rf"True pynccl: connecting with rank {peer} for messages on rank {rank} of .*: "
+            r"the store at \S+:\d+ is gone, .* rank 0 of the program or a launcher, has ended",
+            done.stdout,
+        )
 
 
 # The store's server stops before the group ends, and ends after it.
 ENDS_WITHOUT_AN_ANSWER = """
 import os, signal, subprocess, sys, time, torch.distributed as dist, pynccl.torch
 rank, port = int(os.environ["RANK"]), int(sys.argv[1])
-SERVER = f"import time, torch.distributed as dist; s = dist.TCPStore('localhost', {port}, None, True); time.sleep(60)"
+SERVER = f"import time, torch.distributed as d; s = d.TCPStore('localhost', {port}, None, True); time.sleep(60)"
 if rank == 0:
     server = subprocess.Popen([sys.executable, "-c", SERVER])
 dist.init_process_group("pynccl", store=dist.TCPStore("localhost", port), rank=rank, world_size=2)

@@ -93,6 +93,16 @@ class Watch {
     return false;
   }
 
+  // torch tries until the group's time-out to reach a store that has ended.
+  void check_server(const intrusive_ptr<c10d::Store>& store) const {
+    const std::string server = ended_server(store);
+    if (!server.empty())
+      C10_THROW_ERROR(DistBackendError, c10::str(title_, "the store at ", server,
+                                                 " is gone, which ranks need for their first message to each "
+                                                 "other: the process that served it, rank 0 of the program "
+                                                 "or a launcher, has ended"));
+  }
+
   // After another error: a store that died with the peer is lost a moment before the death is known.
   void explain() {
     for (auto until = Clock::now() + kMoment; Clock::now() < until; std::this_thread::sleep_for(kSlice / 10))
@@ -509,11 +519,15 @@ class Messages : public std::enable_shared_from_this<Messages> {
       const std::vector<int> pair{sends ? rank : peer, sends ? peer : rank};
       return attempt.init(2, id, sends ? 0 : 1, wording, pair);
     };
-    auto explained = [make, watch = Watch(group_, names_, peer)](Attempt& attempt) mutable {
+    auto explained = [make, store = store_, watch = Watch(group_, names_, peer)](Attempt& attempt) mutable {
       try {
         return make(attempt);
-      } catch (const std::exception&) {
+      } catch (const c10::DistBackendError&) {
         watch.explain();
+        throw;
+      } catch (const std::exception&) {  // of the store
+        watch.explain();
+        watch.check_server(store);
         throw;
       }
     };
@@ -527,16 +541,17 @@ class Messages : public std::enable_shared_from_this<Messages> {
     }));
   }
 
-  // Connects to the store in a thread of its own: torch tries until the group's time-out to reach a store
-  // that died with the peer.
+  // Connects to the store in a thread of its own, since its server may end meanwhile.
   static std::shared_ptr<const OwnStore> reach(const intrusive_ptr<c10d::Store>& shared,
                                                const Attempt& attempt, Watch& watch) {
+    watch.check_server(shared);
     auto made = std::make_shared<std::promise<std::shared_ptr<const OwnStore>>>();
     std::thread([shared, made] { made->set_value(std::make_shared<const OwnStore>(shared)); }).detach();
     auto own = made->get_future();
     while (own.wait_for(kSlice) != std::future_status::ready) {
       if (attempt.stopped()) return nullptr;
       watch.check();
+      watch.check_server(shared);
     }
     return own.get();
   }
