@@ -366,10 +366,14 @@ def test_first_messages_without_the_store_say_so_at_once(run_program: Run) -> No
 
 
 # The store's server stops before the group ends, and ends after it.
-ENDS_WITHOUT_AN_ANSWER = """
+ENDS_WITHOUT_AN_ANSWER = '''
 import os, signal, subprocess, sys, time, torch.distributed as dist, pynccl.torch
 rank, port = int(os.environ["RANK"]), int(sys.argv[1])
-SERVER = f"import time, torch.distributed as d; s = d.TCPStore('localhost', {port}, None, True); time.sleep(60)"
+SERVER = f"""
+import time, torch.distributed as dist
+store = dist.TCPStore("localhost", {port}, is_master=True)
+time.sleep(60)
+"""
 if rank == 0:
     server = subprocess.Popen([sys.executable, "-c", SERVER])
 dist.init_process_group("pynccl", store=dist.TCPStore("localhost", port), rank=rank, world_size=2)
@@ -381,7 +385,7 @@ if rank == 0:
     server.kill()
     server.wait()
 time.sleep(1)
-"""
+'''
 
 
 def test_the_end_of_a_group_waits_for_no_answer_of_the_store(run_program: Run) -> None:
