@@ -130,6 +130,20 @@ def times(rank: int, size: int) -> None:
     work.wait(timedelta(days=200_000))
 
 
+def other_memory(rank: int, size: int) -> None:
+    """An operation in flight keeps the memory of its tensors, which the program replaces meanwhile."""
+    x, row, rows = torch.ones(1 << 22), torch.ones(1 << 22), torch.zeros(size << 22)
+    if rank == 1:
+        time.sleep(0.5)
+    works = [dist.all_reduce(x, async_op=True), dist.all_gather_into_tensor(rows, row, async_op=True)]
+    works.append(dist.isend(row, 1) if rank == 0 else dist.irecv(row, 0))
+    for tensor in (x, row, rows):
+        tensor.set_(torch.full((2,), 7.0).untyped_storage(), 0, (2,), (1,))
+    for work in works:
+        work.wait()
+    assert [tensor.tolist() for tensor in (x, row, rows)] == [[7.0, 7.0]] * 3
+
+
 PROGRAMS = [
     refusals,
     overlapping,
@@ -137,6 +151,7 @@ PROGRAMS = [
     many_receives,
     future_of_a_batch,
     times,
+    other_memory,
 ]
 
 

@@ -28,7 +28,7 @@ void check_dtypes(const char* function, const at::Tensor& output, const at::Tens
 
 // The memory into which an output is received: its own if it is contiguous.
 at::Tensor landing(const at::Tensor& output) {
-  return output.is_contiguous() ? output : at::empty_like(output, at::MemoryFormat::Contiguous);
+  return output.is_contiguous() ? dense(output) : at::empty_like(output, at::MemoryFormat::Contiguous);
 }
 
 void copy_back(const at::Tensor& output, const at::Tensor& landed) {
@@ -43,7 +43,7 @@ Tensors landings(const Tensors& outputs) {
 
 Tensors contiguous(const Tensors& inputs) {
   Tensors all;
-  for (auto& input : inputs) all.push_back(input.contiguous());
+  for (auto& input : inputs) all.push_back(dense(input));
   return all;
 }
 
@@ -85,7 +85,7 @@ WorkPtr Backend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& optio
   auto& tensor = only(tensors, "broadcast");
   check_root(options.rootRank, "broadcast");
   Call call = call_on(OpType::BROADCAST, "broadcast", tensor);
-  at::Tensor data = tensor.contiguous();
+  at::Tensor data = dense(tensor);
   call.inputs = call.outputs = {tensor};
   call.kept = {data};
   call.issue = [data, root = int(options.rootRank)](const Api& api, ncclComm_t comm, cudaStream_t stream) {
@@ -103,7 +103,7 @@ Call Backend::bitwise_call(const at::Tensor& input, const at::Tensor& output, co
   TORCH_CHECK_TYPE(at::isIntegralType(input.scalar_type(), true), "Cannot use ReduceOp.", op_name(op),
                    " with non-integral dtype ", input.scalar_type());
   Call call = call_on(OpType::ALLREDUCE, "all_reduce", input);
-  at::Tensor data = input.contiguous();
+  at::Tensor data = dense(input);
   at::Tensor rows = at::empty({size_, data.numel()}, data.options());
   call.inputs = {input}, call.outputs = {output}, call.kept = {data, rows};
   call.issue = [data, rows](const Api& api, ncclComm_t comm, cudaStream_t stream) {
@@ -219,7 +219,7 @@ Call Backend::all_gather_call(const at::Tensor& output, const at::Tensor& input)
                     "output tensor size must be equal to world_size times input tensor size: output has ",
                     output.numel(), " elements, input ", input.numel(), ", the group ", size_, " ranks");
   Call call = call_on(OpType::_ALLGATHER_BASE, "all_gather_into_tensor", input);
-  at::Tensor data = input.contiguous(), landed = landing(output);
+  at::Tensor data = dense(input), landed = landing(output);
   call.inputs = {input}, call.outputs = {output}, call.kept = {data, landed};
   call.issue = [data, landed](const Api& api, ncclComm_t comm, cudaStream_t stream) {
     return api.ncclAllGather(data.data_ptr(), landed.data_ptr(), data.nbytes(), ncclUint8, comm, stream);
@@ -235,7 +235,7 @@ Call Backend::all_gather_list_call(const Tensors& outputs, const at::Tensor& inp
   TORCH_CHECK_VALUE(outputs[size_t(rank_)].numel() == input.numel(), "all_gather: output tensor ", rank_,
                     " has ", outputs[size_t(rank_)].numel(), " elements, this rank's input ", input.numel());
   Call call = call_on(OpType::ALLGATHER, "all_gather", input);
-  at::Tensor data = input.contiguous();
+  at::Tensor data = dense(input);
   call.inputs = {input}, call.outputs = outputs;
   if (same_sizes(outputs, input)) {
     at::Tensor rows = at::empty({size_, data.numel()}, data.options());
@@ -519,7 +519,7 @@ WorkPtr Backend::gather(std::vector<Tensors>& outputs, Tensors& inputs,
   TORCH_CHECK_VALUE(root ? outputs.size() == 1 && int(outputs[0].size()) == size_ : outputs.empty(),
                     "gather: the root needs one output list of ", size_, " tensors, other ranks none");
   Tensors landed = root ? landings(outputs[0]) : Tensors();
-  at::Tensor data = input.contiguous();
+  at::Tensor data = dense(input);
   check_separate("gather", {data}, rank_, landed, 0);
   Call call = call_on(OpType::GATHER, "gather", input);
   call.inputs = {input};

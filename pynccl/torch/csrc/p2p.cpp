@@ -48,7 +48,7 @@ WorkPtr Backend::recvAnysource(Tensors& tensors, int tag) try {
 WorkPtr Backend::point_to_point(OpType type, const at::Tensor& tensor, int peer, int tag) {
   at::AutoDispatchBelowADInplaceOrView no_grad;
   bool sends = type == OpType::SEND;
-  at::Tensor data = tensor.contiguous();
+  at::Tensor data = dense(tensor);
   Call call;
   call.type = type, call.device = tensor.device();
   call.name = sends ? "send" : peer == kAnySource ? "recvAnySource" : "recv";

@@ -106,7 +106,7 @@ inline at::Tensor reducible(const at::Tensor& tensor, const ReduceOp& op) {
   // NCCL has no 16-bit integers.
   if (t.scalar_type() == at::kShort || t.scalar_type() == at::kUInt16) t = t.to(at::kInt);
   check_reduction(op, t.scalar_type());
-  return t.contiguous();
+  return dense(t);
 }
 
 inline at::Tensor real_view(const at::Tensor& tensor) {

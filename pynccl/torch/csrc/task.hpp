@@ -38,6 +38,9 @@ inline std::exception_ptr error_of(const std::string& text) {
 
 inline std::exception_ptr shut_down() { return error_of("pynccl: the process group was shut down"); }
 
+// Its data without gaps, whose memory stays if the program gives the tensor other memory (set_) meanwhile.
+inline at::Tensor dense(const at::Tensor& tensor) { return tensor.contiguous().variable_data(); }
+
 class Runner;
 
 class Task {
