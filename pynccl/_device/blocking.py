@@ -7,6 +7,7 @@ import math
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Generic, TypeVar, cast
@@ -71,13 +72,19 @@ class _Flag:
 _callers: set[int] = set()
 
 
-def _start(work: Callable[[], object], what: str) -> None:
-    """Start a thread; raise NoThreadError if none can be started.
+class _Life:
+    """Lives as long as a thread; without memory a thread may end before it runs any Python."""
+
+    __slots__ = ("__weakref__",)
+
+
+def _start(work: Callable[[], object], what: str) -> weakref.ref[_Life]:
+    """Start a thread and return its life; raise NoThreadError if none can be started.
 
     A threading.Thread is not started whole if an exception of a signal handler interrupts its start.
     """
 
-    def begin() -> None:
+    def begin(_: _Life) -> None:
         me = threading.get_ident()
         _callers.add(me)
         try:
@@ -88,13 +95,15 @@ def _start(work: Callable[[], object], what: str) -> None:
         finally:
             _callers.discard(me)
 
+    life = _Life()
     try:
-        _thread.start_new_thread(begin, ())
+        _thread.start_new_thread(begin, (life,))
     except RuntimeError as error:
         # A signal handler that raises has a frame of its own.
         if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
             raise
         raise NoThreadError(f"{what}: {error} ({THREAD_LIMITS})") from error
+    return weakref.ref(life)
 
 
 def another_thread_may_call() -> bool:
@@ -134,6 +143,7 @@ class Running(Generic[T]):
         self._error: BaseException | None = None
         self._abandoned = self._dropped = False
         self._thread = 0
+        self._lives: list[weakref.ref[_Life]] = []
         self._lock = threading.Lock()
         self.done = _Flag()
 
@@ -144,7 +154,7 @@ class Running(Generic[T]):
         After an exception here the caller abandons the call, or starts it again.
         """
         if not self._thread:
-            _start(self._work, self._what)
+            self._lives.append(_start(self._work, self._what))
 
     def _work(self) -> None:
         with self._lock:
@@ -208,7 +218,19 @@ class Running(Generic[T]):
             if self._abandoned and not self._thread:
                 return True
             self.done.wait(min(_SLICE, deadline - time.monotonic()))
+            self._look_for_thread()
         return self.done.is_set()
+
+    def _look_for_thread(self) -> None:
+        """End the call if its thread has ended before it."""
+        ended = bool(self._lives) and not any(life() for life in self._lives)
+        if ended and not self.done.is_set():
+            self._error = NcclSystemError(
+                f"{self._what}: the thread of the call has ended without memory (RLIMIT_AS, or the cgroup's "
+                "memory.max)",
+                function=self._what,
+            )
+            self.done.set()
 
     def give_up(self) -> bool:
         """Abandon the call; return False if it has already ended."""
@@ -293,7 +315,7 @@ def bounded(
         running.abandon()
         raise
     try:
-        if _wait(running.done, timeout, with_outside(look)):
+        if _wait(running, timeout, with_outside(look)):
             return running.result()
     except BaseException:
         running.abandon()
@@ -305,12 +327,10 @@ def bounded(
     return running.result()
 
 
-def _wait(done: _Flag, timeout: float | None, look: Callable[[], object]) -> bool:
-    deadline = None if timeout is None else time.monotonic() + timeout
-    while True:
-        left = _SLICE if deadline is None else min(_SLICE, deadline - time.monotonic())
-        if done.wait(max(0.0, left)):
-            return True
-        if left <= 0:
+def _wait(running: Running[T], timeout: float | None, look: Callable[[], object]) -> bool:
+    deadline = math.inf if timeout is None else time.monotonic() + timeout
+    while not running.wait(min(deadline, time.monotonic() + _SLICE)):
+        if time.monotonic() >= deadline:
             return False
         look()
+    return True

@@ -11,6 +11,7 @@ from functools import partial
 
 import pytest
 
+from pynccl import NcclSystemError
 from pynccl._device.blocking import NoThreadError, Running, bounded
 
 
@@ -27,6 +28,19 @@ def test_a_call_is_made_in_the_caller_s_thread_where_no_other_can_be_started() -
     assert bounded(threading.get_ident, 1, "a call") == threading.get_ident()
     with pytest.raises(NoThreadError):
         Running(threading.get_ident, "a call").start()
+
+
+def test_a_thread_that_ends_before_its_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without memory Python cannot call the function of a new thread."""
+    start = _thread.start_new_thread
+    monkeypatch.setattr(_thread, "start_new_thread", lambda _, arguments: start(lambda *_: None, arguments))
+    with pytest.raises(NcclSystemError, match="a call: the thread of the call has ended without memory"):
+        bounded(print, None, "a call")
+    running = Running(print, "another call")
+    running.start()
+    assert running.wait()
+    with pytest.raises(NcclSystemError, match="another call: the thread"):
+        running.result()
 
 
 def test_an_error_of_a_signal_handler_is_no_lack_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
