@@ -78,13 +78,13 @@ class _Life:
     __slots__ = ("__weakref__",)
 
 
-def _start(work: Callable[[], object], what: str) -> weakref.ref[_Life]:
-    """Start a thread and return its life; raise NoThreadError if none can be started.
+def _start(work: Callable[[], object], what: str, life: _Life | None = None) -> None:
+    """Start a thread, which keeps its life; raise NoThreadError if none can be started.
 
     A threading.Thread is not started whole if an exception of a signal handler interrupts its start.
     """
 
-    def begin(_: _Life) -> None:
+    def begin(_: _Life | None) -> None:
         me = threading.get_ident()
         _callers.add(me)
         try:
@@ -95,7 +95,6 @@ def _start(work: Callable[[], object], what: str) -> weakref.ref[_Life]:
         finally:
             _callers.discard(me)
 
-    life = _Life()
     try:
         _thread.start_new_thread(begin, (life,))
     except RuntimeError as error:
@@ -103,7 +102,6 @@ def _start(work: Callable[[], object], what: str) -> weakref.ref[_Life]:
         if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
             raise
         raise NoThreadError(f"{what}: {error} ({THREAD_LIMITS})") from error
-    return weakref.ref(life)
 
 
 def another_thread_may_call() -> bool:
@@ -154,7 +152,10 @@ class Running(Generic[T]):
         After an exception here the caller abandons the call, or starts it again.
         """
         if not self._thread:
-            self._lives.append(_start(self._work, self._what))
+            life = _Life()
+            # Before the start: an exception behind it would hide the thread.
+            self._lives.append(weakref.ref(life))
+            _start(self._work, self._what, life)
 
     def _work(self) -> None:
         with self._lock:
