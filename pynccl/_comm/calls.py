@@ -271,7 +271,10 @@ class Calls:
             raise closed_window(function_name(kind))
         elif answer == OVERLAP:
             in_place = _IN_PLACE.get(kind, "the same memory, or ")
-            raise self.located(ValueError(f"send and recv overlap; expected {in_place}separate memory"))
+            never = ", since it is never in place" if kind == ALL_TO_ALL else ""
+            raise self.located(
+                ValueError(f"send and recv overlap; expected {in_place}separate memory{never}")
+            )
         else:
             handle = int(self.core.c.handle)
             self.core.refuse(answer)

@@ -923,7 +923,9 @@ class Operations:
             recvs = check.parts(source, target, "recv", into, "the sum of recv_counts")
             check.require_equal_own(out, into)
             if not apart(source, target):
-                raise ValueError("send and recv overlap; expected separate memory")
+                raise ValueError(
+                    "send and recv overlap; expected separate memory, since it is never in place"
+                )
             return [Piece(SEND, code, part, 0, n, peer) for peer, (code, part, n) in enumerate(sends)] + [
                 Piece(RECV, code, 0, part, n, peer) for peer, (code, part, n) in enumerate(recvs)
             ]

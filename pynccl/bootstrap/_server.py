@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import re
 import secrets
 import select
 import socket
@@ -49,6 +50,7 @@ _MOST_PENDING = 4096
 _EVICTIONS_PER_SECOND = 8192
 _ACCEPTS_AT_ONCE = 64
 _MOST_UNTRUSTED = 4096
+_NUMBER = re.compile(rb"-?[0-9]{1,20}")
 _FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _READ, _WRITE, _ENDED = 0x001, 0x004, 0x018  # EPOLLIN, EPOLLOUT, EPOLLERR and EPOLLHUP
 
@@ -535,10 +537,11 @@ class StoreServer:
             self._resume(waiter, f.OK, value if waiter.wait[0] == f.GET else b"")
 
     def _add(self, key: bytes, number: int) -> bytes:
-        try:
-            number += int(self._data.get(key, b"0"))
-        except ValueError:
-            raise _Refused("its value is not a number") from None
+        before = self._data.get(key, b"0")
+        # Python's int() also takes spaces and underscores.
+        if not _NUMBER.fullmatch(before):
+            raise _Refused("its value is not a number")
+        number += int(before)
         if not -(1 << 63) <= number < 1 << 63:
             raise _Refused("the sum does not fit into 64 bits")
         self._store(key, b"%d" % number)

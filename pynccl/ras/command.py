@@ -13,7 +13,7 @@ import click
 
 from pynccl._base.colours import coloured
 from pynccl._base.options import Integer, Seconds
-from pynccl._errors import NcclError
+from pynccl._errors import NcclError, NcclTimeoutError
 from pynccl._library.results import result_name
 from pynccl._trace.dumps import printable
 from pynccl.ras.client import ADDRESS, TIMEOUT, parse_address, status
@@ -98,6 +98,10 @@ def _answers(address: str, timeout: float, follow: float | None) -> Iterator[Sta
                 found = status(address, timeout=timeout)
             except NoServer:
                 return
+        except NcclTimeoutError as error:
+            # The process that serves is stopped, or busy.
+            print(coloured(f"pynccl ras: {error}", "warning", sys.stderr), file=sys.stderr)
+            continue
         yield found
 
 

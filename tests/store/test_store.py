@@ -69,7 +69,10 @@ def test_set_and_get(store: Store) -> None:
 def test_add(store: Store) -> None:
     assert [store.add("n", 3), store.add("n", -5), store.add("m", 1)] == [3, -2, 1]
     assert store.get("n") == b"-2"
-    store.set("text", b"three")
+    for value in (b"three", b" 5_0 ", b"", b"1.0"):
+        store.set("text", value)
+        with pytest.raises(BootstrapError, match="refused 'text': its value is not a number"):
+            store.add("text", 1)
     with pytest.raises(BootstrapError, match="refused 'text': its value is not a number"):
         store.add("text", 1)
     store.add("huge", 2**63 - 1)

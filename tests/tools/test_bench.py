@@ -573,6 +573,9 @@ def test_an_earlier_run_that_cannot_be_compared(tmp_path: Path) -> None:
     saved, broken = tmp_path / "saved.json", tmp_path / "broken.json"
     assert bench(2, *QUICK, "--save", str(saved)).returncode == 0
     broken.write_text('{"results": []')
+    pipe, infinite = tmp_path / "pipe", tmp_path / "infinite.json"
+    os.mkfifo(pipe)
+    infinite.write_text(re.sub('"size": [0-9]+', '"size": Infinity', saved.read_text()))
     args = ("-N", "3", "--against")
     for nranks, program, path, words in (
         (2, "all_reduce", saved, "has 1 cycles (-N); expected 3 or more"),
@@ -580,6 +583,8 @@ def test_an_earlier_run_that_cannot_be_compared(tmp_path: Path) -> None:
         (2, "all_gather", saved, "is not of all_gather; its command was"),
         (2, "all_reduce", broken, "expected a document of --save or -J (JSONDecodeError"),
         (2, "all_reduce", tmp_path / "none", "cannot be read: No such file or directory"),
+        (2, "all_reduce", pipe, "is not a file; expected a document of --save or -J"),
+        (2, "all_reduce", infinite, "expected a document of --save or -J (OverflowError"),
     ):
         done = bench(nranks, program, *QUICK[1:], *args, str(path))
         # No rank was started.

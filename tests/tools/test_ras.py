@@ -210,6 +210,22 @@ def test_follow_asks_again_until_nobody_answers(serve: Serve, takes_over: bool) 
     assert done.stderr == f"pynccl ras: the job has ended: nobody answers at {address} any more\n"
 
 
+def test_follow_goes_on_while_the_server_is_stopped(serve: Serve) -> None:
+    answer, asked = nccl(as_json=golden("nccl-2.29.1-missing.json")), Counter[str]()
+
+    def silent_once(connection: socket.socket) -> None:
+        asked["times"] += 1
+        if asked["times"] == 2:
+            time.sleep(2)
+        elif asked["times"] < 4:
+            answer(connection)
+
+    address = serve(silent_once)
+    done = command("--address", address, "--follow", "0.1", "--timeout", "1", "--json")
+    assert (done.returncode, len(done.stdout.splitlines())) == (0, 2)
+    assert "did not answer the greeting within 1 s\n" in done.stderr
+
+
 def test_who_is_behind(serve: Serve) -> None:
     answer = json.loads(golden("nccl-2.29.1-missing.json"))
     one = answer["communicators"][0]

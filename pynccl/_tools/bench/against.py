@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -33,16 +34,18 @@ class Document:
     """A document of --save or -J, or nccl-tests' own; `flag` names the option that gave its path."""
 
     def __init__(self, path: str, flag: str) -> None:
+        if os.path.exists(path) and not os.path.isfile(path):
+            raise ValueError(f"{flag} {path} is not a file; expected a document of --save or -J")
         try:
             document = json.loads(Path(path).read_text())
             self.results: list[dict[str, Any]] = document["results"]
             self.times = times_of(self.results)
-            self.ranks, self.args = len(document["config"]["devices"]), document["args"]
+            self.ranks, self.args = len(document["config"]["devices"]), [str(arg) for arg in document["args"]]
             self.measured = str(document["start_time"])
             self.on_host = any("cpu_time" in row["out_of_place"] for row in self.results)
         except OSError as error:
             raise ValueError(f"{flag} {path} cannot be read: {error.strerror}") from None
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
             why = f"{type(error).__name__}: {error}"
             raise ValueError(f"{flag} {path}; expected a document of --save or -J ({why})") from None
 
@@ -53,8 +56,8 @@ class Earlier:
     def __init__(self, path: str, program: str, nranks: int, on_host: bool) -> None:
         document = Document(path, "--against")
         self.path, self.times, self.measured = path, document.times, document.measured
-        if not any(Path(str(arg)).name in (program, f"{program}_perf") for arg in document.args):
-            command = " ".join(map(str, document.args))
+        if not any(Path(arg).name in (program, f"{program}_perf") for arg in document.args):
+            command = " ".join(document.args)
             raise ValueError(f"--against {path} is not of {program}; its command was {command}")
         if document.ranks != nranks:
             raise ValueError(

@@ -24,8 +24,9 @@ def has_matrix() -> bool:
 
 
 def require_sizes(nranks: int, least: int, most: int) -> None:
-    """Refuse sizes (-b, -e) that do not fit the traffic of the file, if there is one."""
+    """Refuse wrong variables, and sizes (-b, -e) that do not fit the traffic of the file, if there is one."""
     if not has_matrix():
+        _variable(SPREAD)
         return
     if least != most:
         raise ValueError(
