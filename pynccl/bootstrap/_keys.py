@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import re
 import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from pynccl._base.host import is_short_of_descriptors
 from pynccl._errors import BootstrapError, RankFailedError
+from pynccl._watch import ended
 from pynccl.bootstrap._preflight import unpack_failure
 from pynccl.bootstrap._store import Store, StoreEnded, StoreLost, StoreSilent
 
@@ -22,8 +25,12 @@ R = TypeVar("R")
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05
 # The file of an arrival, with the number of its round.
 _ARRIVED = re.compile(r"init\.(\d+)\.arrival\.")
+# A file that tells which process takes part as a rank.
+_CLAIMED = re.compile(r"init\.\d+\.claim\.")
 # Attempts to create a folder that rank 0 of the previous round removes concurrently.
 _TRIES = 5
+# Seconds to wait for another rank's lock: it may be stopped.
+_LOCK_SECONDS = 1.0
 
 
 class Keys(Protocol):
@@ -208,6 +215,30 @@ class ObjectKeys(_Unnoticed):
                     delete(self.prefix + name)
 
 
+def _owner(pid: int) -> str:
+    """Return a text about a process of this machine, as long as it runs."""
+    process = ended.process(pid)
+    return f"{process.space.hex()} {pid} {process.start}"
+
+
+def _has_ended(owner: str) -> bool:
+    """Tell whether the process of a claim ran on this machine and has ended."""
+    space, _, rest = owner.partition(" ")
+    pid = rest.partition(" ")[0]
+    if not pid.isdecimal() or len(pid) > 9:
+        return False
+    now = _owner(int(pid))
+    return now != owner and now.startswith(f"{space} ")
+
+
+def _lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
 class FolderKeys(_Unnoticed):
     """Keys as files in a folder that every rank sees, on one machine or on a shared file system."""
 
@@ -224,6 +255,8 @@ class FolderKeys(_Unnoticed):
                 f"{self.where} is not safe: expected a path that does not exist yet, or a folder that "
                 "belongs to this user and that no other user can write to"
             )
+        self._me = _owner(os.getpid())
+        self._sweep()
         # Free for the report of a failure, which may be a lack of descriptors.
         self._spare: list[int] = []
         with suppress(OSError):
@@ -237,6 +270,28 @@ class FolderKeys(_Unnoticed):
                 return self.path.lstat()
         self.path.mkdir(mode=0o700, exist_ok=True)
         return self.path.lstat()
+
+    def _sweep(self) -> None:
+        """Remove what a job has left of which all processes have ended, as far as this machine can tell."""
+        with self._locked(), suppress(OSError):
+            claims = [file for file in self.path.iterdir() if _CLAIMED.match(file.name)]
+            if claims and all(_has_ended(claim.read_text()) for claim in claims):
+                for file in self.path.iterdir():
+                    if file.name.startswith(("init.", ".new-")):
+                        file.unlink(missing_ok=True)
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Keep other ranks out, on file systems that have locks, if there are descriptors to spare."""
+        with ExitStack() as stack:
+            with suppress(OSError):
+                if not is_short_of_descriptors():
+                    folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                    stack.callback(os.close, folder)
+                    until = time.monotonic() + _LOCK_SECONDS
+                    while not _lock(folder) and time.monotonic() < until:
+                        time.sleep(_FIRST_PAUSE)
+            yield
 
     def _file(self, name: str) -> Path:
         return self.path / name.replace("/", ".")
@@ -301,11 +356,14 @@ class FolderKeys(_Unnoticed):
         """Return True for the first process that claims the name, else False."""
 
         def create() -> bool:
-            try:
-                os.close(os.open(self._file(name), os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
-            except FileExistsError:
-                return False
-            return True
+            with self._locked():
+                try:
+                    file = os.open(self._file(name), os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+                except FileExistsError:
+                    return False
+                with os.fdopen(file, "w") as claim:
+                    claim.write(self._me)
+                return True
 
         return self._write(create)
 

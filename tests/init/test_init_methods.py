@@ -15,7 +15,7 @@ import pytest
 import pynccl
 from init_methods import Plain, meet
 from launchers import forget_the_launcher, logged
-from meeting import free_port, together, until
+from meeting import free_port, hear, tell, together, until
 from pynccl import BootstrapError, testing
 from pynccl.bootstrap import Store
 from pynccl.bootstrap._keys import FolderKeys
@@ -152,16 +152,18 @@ def file_without_rank_0(rank: int, nranks: int, path: str) -> str:
     def die_when_arrived() -> None:
         while not arrived.exists():
             time.sleep(0.001)
+        tell("arrived")
         os.kill(os.getpid(), signal.SIGKILL)
 
     if rank == 0:
         threading.Thread(target=die_when_arrived, daemon=True).start()
     elif rank == nranks - 1:
         # Until then rank 0 cannot answer.
-        while not arrived.exists():
-            time.sleep(0.01)
+        hear("arrived")
         time.sleep(1)
-    with pytest.raises(BootstrapError, match="timed out at file://.*; rank 0 is silent") as caught:
+    # A rank that begins after its death removes what rank 0 has left.
+    silent = "timed out at file://.*; (rank 0 is silent|ranks that never arrived: 0)"
+    with pytest.raises(BootstrapError, match=silent) as caught:
         pynccl.init(f"file://{path}", timeout=4)
     return str(caught.value)
 
@@ -176,6 +178,22 @@ def test_file_where_rank_0_is_killed(nranks: int, tmp_path: Path) -> None:
     assert all(isinstance(text, str) for text in others), others
     assert list(tmp_path.iterdir()) == []
     testing.run(2, by_file, path, backend="cpu")
+
+
+def killed_while_they_wait(rank: int, nranks: int, path: str) -> None:
+    if rank < 2:
+        threading.Timer(1, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        pynccl.init(f"file://{path}", timeout=20)
+
+
+def test_a_folder_of_ranks_that_were_all_killed(tmp_path: Path) -> None:
+    """The next job takes it over, and its ranks do not take each other for the dead ones."""
+    path = tmp_path / "meeting"
+    testing.run(3, killed_while_they_wait, str(path), backend="cpu", check=False, timeout=40)
+    assert len(list(path.glob("*claim*"))) == 2
+    (path / "of the user").touch()
+    testing.run(3, by_file, str(path), backend="cpu")
+    assert [file.name for file in path.iterdir()] == ["of the user"]
 
 
 def test_folders_that_are_no_meeting_place(tmp_path: Path) -> None:
