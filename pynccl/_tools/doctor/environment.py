@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from pynccl._base.timeouts import resolve_timeout
@@ -109,32 +110,23 @@ def check_left_over(machine: Machine) -> Iterator[Finding]:
         )
 
 
-def check_time_limit(machine: Machine) -> Iterator[Finding]:
-    """Read the time-out of operations; the first all_reduce sets a time-out of its own."""
-    if "PYNCCL_TIMEOUT" in machine.environ:
-        try:
-            resolve_timeout(None)
-        except ValueError as problem:
-            yield error(
-                "PYNCCL_TIMEOUT",
-                str(problem),
-                "pynccl.init raises this error.",
-                "unset PYNCCL_TIMEOUT, or correct it.",
-            )
+def check_values(machine: Machine) -> Iterator[Finding]:
+    """Read the variables that pynccl.init refuses; the first all_reduce has a time-out of its own."""
+    raised = "pynccl.init raises this error."
+    if why := _refusal(machine, "PYNCCL_TIMEOUT", partial(resolve_timeout, None)):
+        yield error("PYNCCL_TIMEOUT", why, raised, "unset PYNCCL_TIMEOUT, or correct it.")
+    if why := _refusal(machine, "PYNCCL_CHECK", check_mode.enabled):
+        correct = "PYNCCL_CHECK=1 compares the ranks' calls, PYNCCL_CHECK=0 does not."
+        yield error("PYNCCL_CHECK", why, raised, correct)
 
 
-def check_check_mode(machine: Machine) -> Iterator[Finding]:
-    """Read whether the ranks compare their calls."""
-    if "PYNCCL_CHECK" in machine.environ:
+def _refusal(machine: Machine, name: str, read: Callable[[], object]) -> str:
+    if name in machine.environ:
         try:
-            check_mode.enabled()
+            read()
         except ValueError as problem:
-            yield error(
-                "PYNCCL_CHECK",
-                str(problem),
-                "pynccl.init raises this error.",
-                "PYNCCL_CHECK=1 compares the ranks' calls, PYNCCL_CHECK=0 does not.",
-            )
+            return str(problem)
+    return ""
 
 
 def check_ras_address(machine: Machine) -> Iterator[Finding]:
@@ -267,8 +259,7 @@ def _others(machine: Machine) -> Iterator[str]:
 CHECKS = (
     check_names,
     check_left_over,
-    check_time_limit,
-    check_check_mode,
+    check_values,
     check_ras_address,
     check_files,
     check_launcher,

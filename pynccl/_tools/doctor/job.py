@@ -33,7 +33,7 @@ _CONNECT_SECONDS = 3.0
 _CLOCK_SECONDS = 0.5
 # The part of the time in which the ranks must have come; the rest is for what follows.
 _ARRIVAL = 0.5
-# Launchers kill ranks 5 s after SIGTERM. Seconds of these to wait for other ranks, and for their reports.
+# Launchers kill ranks 5 s after SIGTERM: seconds until then to wait for other ranks, and for their reports.
 _PATIENCE, _LAST_SECONDS = 1, 2.0
 
 

@@ -172,10 +172,12 @@ void Service::run() {
 void Service::tidy(Deadline now) {
   try {
     roots.expire(now);
-    if (starved() && roots.busy())
+    if (starved() && roots.busy()) {
       turn_ranks_away();
-    else if (lends_spare_ && starved_since() == kForever)
-      hold_spare(), lends_spare_ = !spare;
+    } else if (lends_spare_ && starved_since() == kForever) {
+      hold_spare();
+      lends_spare_ = !spare;
+    }
   } catch (const std::exception& e) {
     log(Level::Warn, "the bootstrap service: %s", e.what());
   }
@@ -190,7 +192,7 @@ void Service::tidy(Deadline now) {
 void Service::turn_ranks_away() {
   if (another_descriptor()) return;  // some have become free
   roots.shut(describe_error(errno));
-  // With it the ranks that wait to be accepted hear of it, one after the other.
+  // By this descriptor the waiting ranks are accepted one after the other, and told the reason.
   spare.reset();
   lends_spare_ = true;
 }
