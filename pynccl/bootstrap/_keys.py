@@ -24,7 +24,7 @@ R = TypeVar("R")
 # Seconds between polls: at first, and at most.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05
 # The file of an arrival, with the number of its round.
-_ARRIVED = re.compile(r"init\.(\d+)\.arrival\.")
+_ARRIVED = re.compile(r"init\.(\d{1,6})\.arrival\.")
 # A file that tells which process takes part as a rank.
 _CLAIMED = re.compile(r"init\.\d+\.claim\.")
 # Attempts to create a folder that rank 0 of the previous round removes concurrently.
@@ -275,7 +275,9 @@ class FolderKeys(_Unnoticed):
         """Remove what a job has left of which all processes have ended, as far as this machine can tell."""
         with self._locked(), suppress(OSError):
             claims = [file for file in self.path.iterdir() if _CLAIMED.match(file.name)]
-            if claims and all(_has_ended(claim.read_text()) for claim in claims):
+            if claims and all(
+                claim.is_file() and _has_ended(claim.read_text("ascii", "replace")) for claim in claims
+            ):
                 for file in self.path.iterdir():
                     if file.name.startswith(("init.", ".new-")):
                         file.unlink(missing_ok=True)

@@ -196,6 +196,20 @@ def test_a_folder_of_ranks_that_were_all_killed(tmp_path: Path) -> None:
     assert [file.name for file in path.iterdir()] == ["of the user"]
 
 
+@pytest.mark.parametrize("claim", [b"\xff\xfe\0\x81", b"", b"ab 99999999999999999999 1", None])
+def test_a_folder_with_a_damaged_claim(claim: bytes | None, tmp_path: Path) -> None:
+    """None: a pipe, which would wait for a program that writes."""
+    path = tmp_path / "meeting"
+    path.mkdir(mode=0o700)
+    (path / "init.999999999999.arrival.0").touch()
+    if claim is None:
+        os.mkfifo(path / "init.0.claim.0")
+    else:
+        (path / "init.0.claim.0").write_bytes(claim)
+    with pytest.raises(BootstrapError, match="arrived twice .* keys of an earlier run remain"):
+        pynccl.init(f"file://{path}", rank=0, world_size=2, timeout=2)
+
+
 def test_folders_that_are_no_meeting_place(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "open").mkdir()
