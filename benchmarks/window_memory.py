@@ -1,4 +1,4 @@
-"""Measure collectives on window memory against the direct path on plain memory, all in one run.
+"""Measure collectives on window memory against plain memory and Open MPI, all in one run.
 
 README.md beside this file says what is measured.
 """
@@ -14,14 +14,14 @@ from _report import Row, Target, write
 from collectives import parse_size, run
 
 DIRECT, MAPPED = "pynccl", "pynccl-staged-window"
-PEERS = (DIRECT, "pynccl-staged", MAPPED, "pynccl-window")
+PEERS = (DIRECT, "pynccl-staged", MAPPED, "pynccl-window", "openmpi")
 OPS = ("all_reduce", "all_gather")
 NEEDED = 0.95
 
 
 def arguments() -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description="Collectives on window memory and on plain memory.")
+    parser = argparse.ArgumentParser(description="Collectives on window memory, on plain memory, and Open MPI's.")
     add = parser.add_argument
     add("--ranks", default="2,4", help="numbers of processes (default: %(default)s)")
     add("--sizes", default="1M,4M,16M,64M", help="of the larger buffer (default: %(default)s)")

@@ -325,6 +325,7 @@ class StoreServer:
             del self._connections[connection.fd]
             self._pending.pop(connection, None)
             self._forget(connection)
+            self._read_wills(connection)
             if connection.will is not None:
                 name, key, value = connection.will
                 self._cancel(name)
@@ -333,6 +334,13 @@ class StoreServer:
             self._count(connection)
             self._held.discard(connection)
             connection.sock.close()
+
+    def _read_wills(self, connection: _Connection) -> None:
+        """A client that ends while its request waits may have cancelled its will behind that request."""
+        with suppress(ValueError, struct.error, _Refused):
+            while connection.trusted and (frame := connection.next_frame()) is not None:
+                if frame[0] == f.WILL:
+                    self._request(connection, frame)
 
     # --- memory of incomplete requests ---
 

@@ -161,6 +161,12 @@ class Connection:
             pass
         self.owed = True
 
+    def add(self, frame: bytes) -> None:
+        """Send a last request behind one without an answer, if the kernel accepts it immediately."""
+        if self._session is not None:
+            frame = self._session.outgoing.seal(frame)
+        self.sock.send(f.LENGTH.pack(len(frame)) + frame, socket.MSG_DONTWAIT)
+
     def answer(self, deadline: float) -> tuple[int, bytes]:
         """Return status and value of the answer; raise StoreEnded with the last word of the server."""
         while len(self._came) < (end := self._end()):
@@ -294,12 +300,25 @@ class Store:
 
     def close(self) -> None:
         """Close the connection and cancel the will; the keys stay."""
-        if self._connection is not None and self._pid == os.getpid() and not self._connection.owed:
+        if self._connection is not None and self._pid == os.getpid():
             # If the server has ended, the will has ended with it.
-            with suppress(BootstrapError, TimeoutError):
-                self.withdraw(_CLOSE_SECONDS)
+            with suppress(BootstrapError, TimeoutError, OSError):
+                if self._connection.owed:
+                    self._withdraw_unheard(self._connection)
+                else:
+                    self.withdraw(_CLOSE_SECONDS)
         self._closed = True
         self._disconnect()
+
+    def _withdraw_unheard(self, connection: Connection) -> None:
+        """Cancel the will without waiting for a server that has not answered an earlier request."""
+        # Another thread, or the call that a signal handler interrupts, may be sending.
+        if self._will is None or self._is_interrupted() or not self._lock.acquire(blocking=False):
+            return
+        try:
+            connection.add(_frame(f.WILL, "", self._name))
+        finally:
+            self._lock.release()
 
     def __enter__(self) -> Store:
         return self

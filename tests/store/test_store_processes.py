@@ -296,6 +296,20 @@ def test_wills(how: str) -> None:
             assert store.get("lost", 3) == b"the " + how.encode()
 
 
+@pytest.mark.parametrize("secret", [SECRET, ""])
+def test_a_close_cancels_a_will_while_the_store_owes_an_answer(secret: str) -> None:
+    with python(SERVER, secret) as server, Store(address := line(server), secret, timeout=10) as other:
+        with Store(address, secret, timeout=10) as store:
+            store.will("lost", b"died")
+            server.send_signal(signal.SIGSTOP)
+            os.waitid(os.P_PID, server.pid, os.WSTOPPED | os.WNOWAIT)
+            with pytest.raises(BootstrapError, match="does not respond"):
+                store.get("never", 0.1)
+        server.send_signal(signal.SIGCONT)
+        with pytest.raises(TimeoutError):
+            other.get("lost", 1.5)
+
+
 def test_a_will_changes_nothing_that_is_set() -> None:
     with StoreServer(secret=SECRET) as server, Store(server.address, SECRET, timeout=10) as store:
         with python(WILLS, "killed", server.address, SECRET) as client:
