@@ -21,7 +21,9 @@ NEEDED = 0.95
 
 def arguments() -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description="Collectives on window memory, on plain memory, and Open MPI's.")
+    parser = argparse.ArgumentParser(
+        description="Collectives on window memory, on plain memory, and Open MPI's."
+    )
     add = parser.add_argument
     add("--ranks", default="2,4", help="numbers of processes (default: %(default)s)")
     add("--sizes", default="1M,4M,16M,64M", help="of the larger buffer (default: %(default)s)")

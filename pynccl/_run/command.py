@@ -101,6 +101,11 @@ _BEFORE = "before SCRIPT: what follows SCRIPT goes to the program"
 )
 @click.option("--cpu", is_flag=True, help="Use the CPU library (PYNCCL_LIBRARY=cpu).")
 @click.option(
+    "--direct",
+    is_flag=True,
+    help="Let the ranks of a machine read each other's memory where Yama forbids it (PYNCCL_CPU_PTRACER).",
+)
+@click.option(
     "--timeout",
     callback=_seconds,
     metavar="SECONDS",
@@ -160,6 +165,7 @@ _BEFORE = "before SCRIPT: what follows SCRIPT goes to the program"
 def run(
     nranks: int | None,
     cpu: bool,
+    direct: bool,
     timeout: float | None,
     keep_going: bool,
     restarts: int,
@@ -202,6 +208,7 @@ def run(
             [*_command(script, module, no_python), *args],
             nranks,
             cpu=cpu,
+            direct=direct,
             timeout=timeout,
             keep_going=keep_going,
             restarts=restarts,

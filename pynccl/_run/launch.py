@@ -66,6 +66,8 @@ class Job:
     argv: list[str]
     nranks: int
     cpu: bool = False
+    # Ranks may read each other's memory where Yama forbids it.
+    direct: bool = False
     timeout: float | None = None
     keep_going: bool = False
     restarts: int = 0
@@ -84,6 +86,8 @@ def launch(job: Job) -> int:
     """Run the job, again after a failure if it has restarts left, and return the last exit code."""
     outer = {**os.environ, **job.variables}
     env = choose_backend(outer, "cpu" if job.cpu else "auto")
+    if job.direct:
+        env["PYNCCL_CPU_PTRACER"] = str(os.getpid())
     on_cpu = env.get("PYNCCL_LIBRARY") == "cpu"
     if on_cpu and not job.cpu and outer.get("PYNCCL_LIBRARY") != "cpu":
         _say("no NVIDIA driver found, so the ranks run with PYNCCL_LIBRARY=cpu", "warning")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -61,6 +63,78 @@ def yama() -> int:
 @pytest.mark.skipif(yama() > 0 and os.geteuid() != 0, reason="Yama forbids reads between siblings here")
 def test_direct_where_permitted() -> None:
     assert run_ranks(protect=False).count("direct reads") == 3
+
+
+# Records the requests of PR_SET_PTRACER, which this kernel may not know.
+PRCTL = r"""
+#define _GNU_SOURCE
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <sys/prctl.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+int prctl(int option, ...) {
+  va_list given;
+  va_start(given, option);
+  unsigned long a = va_arg(given, unsigned long), b = va_arg(given, unsigned long);
+  unsigned long c = va_arg(given, unsigned long), d = va_arg(given, unsigned long);
+  va_end(given);
+  if (option == PR_SET_PTRACER) {
+    FILE *file = fopen(getenv("REQUESTS"), "a");
+    fprintf(file, "%ld %ld\n", (long)a, (long)getppid());
+    fclose(file);
+    return 0;
+  }
+  return (int)syscall(SYS_prctl, option, a, b, c, d);
+}
+"""
+
+
+@pytest.mark.parametrize("how", ["run --direct", "parent", "pid", "unasked", "no direct reads"])
+def test_yama_is_asked_for_the_launchers_processes(
+    how: str, tmp_path: Path, compile_library: Callable[..., str]
+) -> None:
+    program = tmp_path / "program.py"
+    program.write_text("import pynccl\nwith pynccl.init() as comm:\n    comm.barrier()\n")
+    requests = tmp_path / "requests"
+    requests.touch()
+    environment = clean_environment() | {"PYNCCL_LIBRARY": "cpu", "REQUESTS": str(requests)}
+    environment["LD_PRELOAD"] = compile_library(PRCTL)
+    if how in ("parent", "pid"):
+        environment["PYNCCL_CPU_PTRACER"] = "-1" if how == "parent" else str(os.getpid())
+    if how == "no direct reads":
+        environment["PYNCCL_CPU_DIRECT"] = "0"
+    options = ["--direct"] if how in ("run --direct", "no direct reads") else []
+    command = [sys.executable, "-m", "pynccl", "run", "-n", "2", *options, str(program)]
+    done = completed(command, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    asked = [tuple(map(int, line.split())) for line in requests.read_text().splitlines()]
+    if how in ("unasked", "no direct reads"):
+        assert not asked
+    else:
+        assert len(asked) == 2
+        assert all(pid == (os.getpid() if how == "pid" else parent) for pid, parent in asked)
+
+
+def test_what_yama_is_asked_is_checked() -> None:
+    environment = clean_environment() | {"PYNCCL_LIBRARY": "cpu", "PYNCCL_CPU_PTRACER": "-2"}
+    done = completed([sys.executable, "-c", "import pynccl; pynccl.init_all([0])"], env=environment)
+    assert "PYNCCL_CPU_PTRACER" in done.stderr
+    assert "-2" in done.stderr
+
+
+@pytest.mark.skipif(
+    yama() != 1 or os.geteuid() == 0, reason="Yama does not forbid reads between siblings here"
+)
+def test_direct_under_yama(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text("import pynccl\nwith pynccl.init() as comm:\n    comm.barrier()\n")
+    environment = clean_environment() | {"PYNCCL_LIBRARY": "cpu", "NCCL_DEBUG": "INFO"}
+    command = [sys.executable, "-m", "pynccl", "run", "-n", "2"]
+    for options, expected in ([], 0), (["--direct"], 2):
+        done = completed([*command, *options, str(program)], env=environment)
+        assert (done.stdout + done.stderr).count("direct reads") == expected
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become a user whom the kernel protects")

@@ -90,7 +90,12 @@ def check_yama(machine: Machine) -> Iterator[Finding]:
         yield ok("Yama", "does not restrict reads between processes")
     elif isinstance(found, loader.LibraryInfo) and found.backend == "cpu":
         yield warning(
-            "Yama", f"ptrace_scope is {scope}", _BY_HAND, "sysctl kernel.yama.ptrace_scope=0, or accept it."
+            "Yama",
+            f"ptrace_scope is {scope}",
+            _BY_HAND,
+            "pynccl run --direct, under other launchers PYNCCL_CPU_PTRACER=-1, or accept it."
+            if scope == "1"
+            else "sysctl kernel.yama.ptrace_scope=1, and pynccl run --direct; or accept it.",
         )
     else:
         yield ok("Yama", f"ptrace_scope is {scope}, which NVIDIA's library does not need")

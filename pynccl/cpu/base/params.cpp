@@ -62,6 +62,9 @@ const Param kTable[] = {
      "Address of the RAS server: <ip or host name>:<port>; set, it enables the server"},
     {"PYNCCL_CPU_BLOCKING", Kind::Int, "0", 0, 1, true, "1: every operation waits until it is done"},
     {"PYNCCL_CPU_DIRECT", Kind::Int, "1", 0, 1, true, "0: never read the memory of other processes directly"},
+    {"PYNCCL_CPU_PTRACER", Kind::Int, "0", -1, 1 << 22, true,
+     "Where Yama forbids direct reads: the process whose descendants may read this one's memory; -1: the "
+     "parent"},
     {"PYNCCL_CPU_INIT_TIMEOUT", Kind::Seconds, "120", 0, kMaxSeconds, true,
      "Seconds that the creation of a communicator waits for its ranks"},
     {"PYNCCL_CPU_TIMEOUT", Kind::Seconds, "0", 0, kMaxSeconds, true,

@@ -74,6 +74,7 @@ ncclResult_t Session::introduce() {
   self.device = device_;
   self.shared_devices = shared_devices();
   expect(self.token, owner_.sink());
+  if (direct_allowed_) let_ranks_read();
   serve_ras();
   return ncclSuccess;
 }
