@@ -11,7 +11,7 @@
 // decides.
 static void pynccl_confirm(pynccl_watch* w, int reporter, int lost) {
   const int rank = lost == w->rank ? reporter : lost;
-  if (rank != w->rank && pynccl_silent(w, rank, pynccl_silence(w) - w->beat)) pynccl_report_loss(w, rank);
+  if (rank != w->rank && pynccl_silent(w, rank, pynccl_silence(w) - w->question)) pynccl_report_loss(w, rank);
 }
 
 // A call, and those after it that have overtaken it.

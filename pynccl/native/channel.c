@@ -40,7 +40,7 @@ int pynccl_owes(const pynccl_watch* w, int rank, int64_t limit) {
 
 int pynccl_silent(const pynccl_watch* w, int rank, int64_t limit) {
   return pynccl_takes_part(w, rank) && pynccl_watchdog.awake - w->peers[rank].heard > limit &&
-         (w->mesh || pynccl_owes(w, rank, limit));
+         pynccl_owes(w, rank, limit);
 }
 
 static size_t pynccl_row_words(const pynccl_watch* w) { return ((size_t)w->size + 63) / 64; }
@@ -229,7 +229,7 @@ void pynccl_tell_all(pynccl_watch* w, const pynccl_frame* frame) {
   for (int r = 0; r < w->size; ++r) pynccl_send_frame(w, r, frame);
 }
 
-int64_t pynccl_silence(const pynccl_watch* w) { return w->beat * (SILENCE_NS / BEAT_NS); }
+int64_t pynccl_silence(const pynccl_watch* w) { return w->question * (SILENCE_NS / QUESTION_NS); }
 
 int64_t pynccl_grace(const pynccl_watch* w) { return w->mesh ? GRACE_NS : 2 * GRACE_NS; }
 
@@ -409,7 +409,7 @@ void pynccl_tell_news(pynccl_watch* w) {
 
 int pynccl_asked(pynccl_watch* w) {
   const int64_t now = pynccl_watchdog.awake;
-  if (now - w->asked < w->beat) return 0;
+  if (now - w->asked < w->question) return 0;
   w->asked = now;
   pynccl_find_ways(w);
   for (int r = 0; r < w->size; ++r)
@@ -420,7 +420,7 @@ int pynccl_asked(pynccl_watch* w) {
 }
 
 void pynccl_ask_all(pynccl_watch* w) {
-  if (w->mesh || !w->connected || !w->listed || !pynccl_asked(w)) return;
+  if (!w->connected || !w->listed || !pynccl_asked(w)) return;
   pynccl_frame ask = {.kind = FRAME_ASK, .to = TO_ALL};
   pynccl_flood(w, &ask);
 }

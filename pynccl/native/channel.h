@@ -38,9 +38,10 @@
 #include "watch.h"
 
 #define TICK_MS 50
-#define BEAT_NS (250 * MS)
-// Between heartbeats to neighbours when others are asked: within ENDING_NS.
-#define RARE_BEAT_NS (1000 * MS)
+// Between heartbeats: within ENDING_NS.
+#define BEAT_NS (1000 * MS)
+// Between questions; with many ranks, see pynccl_watch.
+#define QUESTION_NS (250 * MS)
 // Deaths within this time count as one event, so that all survivors name the same ranks.
 // More if the ranks tell each other what they know.
 #define GRACE_NS (150 * MS)
@@ -193,8 +194,7 @@ struct pynccl_watch {
   uint64_t told_about;  // in this round
   pynccl_frame* told;   // the answer of each rank; NULL: nobody has asked
   int64_t timeout;
-  int64_t beat;       // between heartbeats in a mesh, and between questions
-  int64_t rhythm;     // between heartbeats
+  int64_t question;   // between questions
   int64_t beat_at;    // of the last one
   int64_t inspected;  // when the watchdog last looked for trouble
   int mesh;           // all ranks are neighbours

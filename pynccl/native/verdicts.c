@@ -182,7 +182,7 @@ static void pynccl_say_lost(const pynccl_watch* w, int rank, pynccl_verdict* v) 
 // Nobody waits for words of a rank without a connection before it is asked.
 static void pynccl_say_silent(const pynccl_watch* w, int rank, pynccl_verdict* v) {
   const pynccl_peer* p = &w->peers[rank];
-  const int asked = !w->mesh && p->owes > p->heard;
+  const int asked = p->owes > p->heard;
   pynccl_say(v->text, sizeof v->text, "is not responding: %s %.1f s ago", asked ? "asked" : "last heard of",
              (double)(pynccl_watchdog.awake - (asked ? p->owes : p->heard)) / 1e9);
 }
@@ -201,9 +201,9 @@ static void pynccl_say_failed(const pynccl_watch* w, int rank, pynccl_verdict* v
                "secret)");
   } else if (p->late) {
     pynccl_say(v->text, sizeof v->text, "did not connect in time");
-  } else if (p->gone && !p->departure && !pynccl_owes(w, rank, 2 * w->beat)) {
+  } else if (p->gone && !p->departure && !pynccl_owes(w, rank, 2 * w->question)) {
     pynccl_say(v->text, sizeof v->text, "died, or exited without closing its communicator");
-  } else if (pynccl_silent(w, rank, 2 * w->beat) || pynccl_owes(w, rank, 2 * w->beat)) {
+  } else if (pynccl_silent(w, rank, 2 * w->question) || pynccl_owes(w, rank, 2 * w->question)) {
     pynccl_say_silent(w, rank, v);
   } else if (rank != w->rank) {
     pynccl_say_lost(w, rank, v);
@@ -224,7 +224,8 @@ static int pynccl_contested(const pynccl_watch* w, const char* failed) {
   if (pynccl_now() - w->dying > pynccl_silence(w)) return 0;
   for (int r = 0; r < w->size; ++r) {
     const pynccl_peer* p = &w->peers[r];
-    if (failed[r] && !p->departure && !p->gone && !p->named && !pynccl_silent(w, r, 2 * w->beat)) return 1;
+    if (failed[r] && !p->departure && !p->gone && !p->named && !pynccl_silent(w, r, 2 * w->question))
+      return 1;
   }
   return 0;
 }
@@ -280,7 +281,7 @@ void pynccl_hear_all(pynccl_watch* w) {
   for (;;) {
     pynccl_ask_all(w);
     const int silent = !pynccl_unsure(w, late) && pynccl_report_silence(w);
-    const int early = w->connected && pynccl_watchdog.awake - late < 2 * w->beat;
+    const int early = w->connected && pynccl_watchdog.awake - late < 2 * w->question;
     if (w->verdict.trouble || pynccl_now() >= until) return;
     if (!silent && !early && !w->dying && !pynccl_unsure(w, late)) return;
     const int64_t soon = pynccl_now() + TICK_MS * MS;

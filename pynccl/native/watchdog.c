@@ -87,16 +87,20 @@ static void pynccl_inspect(pynccl_watch* w, int64_t now) {
   const int issued = pynccl_oldest(w, &oldest);
   if (inside_context) cuCtxPopCurrent_v2(&before);
   const int64_t in_call = __atomic_load_n(&w->in_call, __ATOMIC_ACQUIRE);
-  const int inside = in_call && now - in_call > w->timeout;
-  if (!inside && !(issued && now - oldest.at[0] > w->timeout)) {
+  const int64_t in_call_for = in_call ? now - in_call : 0, issued_for = issued ? now - oldest.at[0] : 0;
+  const int64_t waited = in_call_for > issued_for ? in_call_for : issued_for;
+  const int inside = in_call_for > w->timeout;
+  if (waited <= w->timeout) {
     w->late = 0;
+    // At the time-out it is then known who does not respond.
+    if (waited > w->timeout - pynccl_silence(w) && waited > w->timeout / 2) pynccl_ask_all(w);
     return;
   }
   if (!w->late) w->late = pynccl_watchdog.awake;
   pynccl_ask_all(w);
   if (pynccl_unsure(w, w->late) || pynccl_report_silence(w)) return;
   // Other ranks may report at their time-out.
-  if (w->connected && pynccl_watchdog.awake - w->late < 2 * w->beat) return;
+  if (w->connected && pynccl_watchdog.awake - w->late < 2 * w->question) return;
   char what[1024] = "";
   const double seconds = (double)w->timeout / 1e9;
   if (inside)
@@ -163,8 +167,8 @@ static void* pynccl_watch_all(void* nothing) {
     pthread_mutex_lock(&pynccl_watchdog.lock);
     int64_t now = pynccl_now();
     // What ended while this process did not run ended at an unknown time.
-    if (now - last > ENDING_NS) pynccl_watchdog.blind_until = now + BEAT_NS;
-    pynccl_watchdog.awake += now - last < BEAT_NS ? now - last : BEAT_NS;
+    if (now - last > ENDING_NS) pynccl_watchdog.blind_until = now + QUESTION_NS;
+    pynccl_watchdog.awake += now - last < QUESTION_NS ? now - last : QUESTION_NS;
     last = now;
     for (int i = 0; i < n; ++i) {
       if (!events[i].data.u64) {
@@ -187,7 +191,7 @@ static void* pynccl_watch_all(void* nothing) {
       if (!next) break;
       id = next->id;
       if (!pynccl_hold(next)) continue;
-      if (now - next->beat_at >= next->rhythm) {
+      if (now - next->beat_at >= BEAT_NS) {
         next->beat_at = now;
         pynccl_beat(next);
       }
@@ -327,9 +331,8 @@ int pynccl_watch_start(pynccl_comm* comm, const int* sockets, int mesh, int64_t 
   w->context = context;
   w->on_failure = on_failure;
   w->timeout = timeout_ms * MS;
-  w->beat = BEAT_NS * ((w->size + PYNCCL_FAST_RANKS - 1) / PYNCCL_FAST_RANKS);
+  w->question = QUESTION_NS * ((w->size + PYNCCL_FAST_RANKS - 1) / PYNCCL_FAST_RANKS);
   w->mesh = w->size <= mesh;
-  w->rhythm = w->mesh ? w->beat : RARE_BEAT_NS;
   w->step_count = pynccl_watch_neighbours(w->size, mesh, w->steps);
   w->handle = comm->handle;
   w->last_kind = -1;
@@ -337,7 +340,7 @@ int pynccl_watch_start(pynccl_comm* comm, const int* sockets, int mesh, int64_t 
   if (sealing) pynccl_seal_with(w, sealing);
   pthread_mutex_lock(&pynccl_watchdog.lock);
   w->id = ++pynccl_watchdog.last_id;
-  w->asked = pynccl_watchdog.awake - w->beat;
+  w->asked = pynccl_watchdog.awake - w->question;
   for (int i = 0; i < w->size; ++i) {
     pynccl_take_socket(&w->peers[i], sockets && i != w->rank ? sockets[i] : -1);
     if (w->peers[i].socket >= 0) pynccl_watch_epoll(w, i, EPOLL_CTL_ADD);

@@ -258,3 +258,36 @@ def test_check_mode_in_threads(capfd: pytest.CaptureFixture[str]) -> None:
     """Its variables are the same for all of them: no rank is warned of a difference."""
     testing.run(4, reduce_twice, None, backend="cpu", threads=4, env={"PYNCCL_CHECK": "1"})
     assert "differs between ranks" not in capfd.readouterr().err
+
+
+def shared_mebibytes() -> float:
+    """Return what this process has touched of the memory that a host's ranks share."""
+    touched, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first = line.split(maxsplit=1)[0]
+        if not first.endswith(":"):
+            inside = "/memfd:pynccl" in line
+        elif inside and first == "Rss:":
+            touched += int(line.split()[1])
+    return touched / 1024
+
+
+def use_all_pairs(rank: int, nranks: int) -> float:
+    with pynccl.init(timeout=None) as comm:
+        for count in (1, 1000, 20_000, 200_000):
+            assert comm.all_reduce(np.ones(count))[-1] == nranks
+            parts = np.full((nranks, count // 100 + 1), float(rank))
+            got = np.empty_like(parts)
+            comm.all_to_all(parts, got)
+            assert (got[:, 0] == np.arange(nranks)).all()
+        comm.barrier()
+        touched = shared_mebibytes()
+        comm.barrier()
+    return touched
+
+
+@pytest.mark.parametrize("direct", ["0", pytest.param("1", marks=pytest.mark.slow)])
+def test_shared_memory_of_128_ranks(direct: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYNCCL_CPU_DIRECT", direct)
+    touched = testing.run(128, use_all_pairs, backend="cpu", threads=128, timeout=120)
+    assert 1 < max(touched) < 64

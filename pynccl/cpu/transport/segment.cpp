@@ -12,10 +12,20 @@ namespace pncpu {
 namespace {
 
 constexpr size_t kLeastRing = 512, kMostRing = size_t(1) << 30;  // fits a header and some data
-constexpr size_t kRingsWanted = size_t(256) << 20;
-constexpr size_t kShownWanted = size_t(64) << 20, kMostShown = size_t(1) << 20;
+constexpr size_t kMostShown = size_t(1) << 20;
 constexpr int kMostRanks = 1 << 15;
 constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
+
+// What the rings and the boards of all ranks may take together. With `kMany` ranks a host is full of them,
+// and 128 share 64 MiB in all.
+struct Limits {
+  size_t rings, shown;
+};
+constexpr int kMany = 65;
+constexpr Limits limits(int ranks) {
+  constexpr size_t mib = 1 << 20;
+  return ranks < kMany ? Limits{256 * mib, 64 * mib} : Limits{32 * mib, 16 * mib};
+}
 
 }  // namespace
 
@@ -24,8 +34,8 @@ Segment::Segment(int ranks, size_t ring_bytes) : ranks_(ranks), ring_bytes_(ring
                (ring_bytes & (ring_bytes - 1)) == 0;
   if (!sound) return;
   size_t pairs = size_t(ranks) * size_t(ranks), rings = pairs * kChannels;
-  // With many ranks on a host the rings get smaller, to limit the segment.
-  while (ring_bytes_ > kLeastRing && rings * ring_bytes_ > kRingsWanted) ring_bytes_ /= 2;
+  Limits most = limits(ranks);
+  while (ring_bytes_ > kLeastRing && rings * ring_bytes_ > most.rings) ring_bytes_ /= 2;
   states_at_ = align_up(sizeof(Cell) * size_t(ranks), 4096);
   signals_at_ = states_at_ + align_up(sizeof(RingState) * rings, 4096);
   counters_at_ = signals_at_ + align_up(sizeof(Signals) * pairs, 4096);
@@ -33,7 +43,7 @@ Segment::Segment(int ranks, size_t ring_bytes) : ranks_(ranks), ring_bytes_(ring
   shown_at_ = notices_at_ + align_up(2 * sizeof(Notice) * size_t(ranks), 4096);
   // At least a byte for each rank.
   shown_bytes_ = std::max(align_up(size_t(ranks), 4096),
-                          std::min(kMostShown, kShownWanted / (2 * size_t(ranks)) & ~size_t(4095)));
+                          std::min(kMostShown, most.shown / (2 * size_t(ranks)) & ~size_t(4095)));
   data_at_ = shown_at_ + 2 * shown_bytes_ * size_t(ranks);
   bytes_ = data_at_ + rings * ring_bytes_;
 }
