@@ -43,11 +43,17 @@ void local(const Call& c, Schedule* s) {
   s->reduce(recv_of(c.rank, 0), mine.bytes);
 }
 
-// Calls without a reduction: every rank reads what it needs from its source.
+// Calls without a reduction: every rank reads what it needs from its source. In a gather, where the root
+// alone needs anything, the ranks write it there.
 void copies(const Call& c, Schedule* s) {
+  const bool write = c.func == Func::Gather;
   each_peer(c, [&](int p) {
-    if (Part out = part(c, c.rank, p); out.bytes && !c.direct[size_t(p)])
-      s->copy(send_of(c.rank, out.offset), pipe_of(p), out.bytes);
+    Part out = part(c, c.rank, p);
+    bool direct = c.direct[size_t(p)];
+    if (out.bytes == 0 || (direct && !write)) return;
+    int32_t put =
+        s->copy(send_of(c.rank, out.offset), direct ? recv_of(p, slot(c, c.rank)) : pipe_of(p), out.bytes);
+    if (direct) s->notify(p, kDone, put);
   });
   if (Part own = part(c, c.rank, c.rank); own.bytes)
     s->copy(send_of(c.rank, own.offset), recv_of(c.rank, slot(c, c.rank)), own.bytes);
@@ -55,11 +61,15 @@ void copies(const Call& c, Schedule* s) {
     Part in = part(c, p, c.rank);
     if (in.bytes == 0) return;
     bool direct = c.direct[size_t(p)];
+    if (direct && write) {
+      s->wait(p, kDone);
+      return;
+    }
     int32_t got = s->copy(direct ? send_of(p, in.offset) : pipe_of(p), recv_of(c.rank, slot(c, p)), in.bytes);
     if (direct) s->notify(p, kDone, got);
   });
   each_peer(c, [&](int p) {
-    if (c.direct[size_t(p)] && part(c, c.rank, p).bytes) s->wait(p, kDone);
+    if (!write && c.direct[size_t(p)] && part(c, c.rank, p).bytes) s->wait(p, kDone);
   });
 }
 
@@ -70,7 +80,7 @@ int32_t reduce_all(const Call& c, size_t offset, Place to, size_t bytes, Schedul
   return s->reduce(to, bytes);
 }
 
-// reduce, reduce_scatter: a rank that needs a result computes it.
+// reduce_scatter, reduce: a rank that needs a result computes it.
 void reduce_where_needed(const Call& c, Schedule* s) {
   each_peer(c, [&](int p) {
     if (Part out = part(c, c.rank, p); out.bytes && !c.direct[size_t(p)])
@@ -87,13 +97,20 @@ void reduce_where_needed(const Call& c, Schedule* s) {
   });
 }
 
-// The part of an all_reduce that a rank computes.
+// A reduce across hosts would send its results over the network, too.
+bool in_shares(Func func, const Layout& layout) {
+  return func == Func::AllReduce || (func == Func::Reduce && !layout.spans_hosts());
+}
+
+// The part of an all_reduce or a reduce that a rank computes.
 Part share(const Call& c, int rank) { return share_of(c.count, c.item, rank, c.nranks); }
 
-// all_reduce: each rank reduces its share and writes each finished block directly into the peers' buffers
-// while the block is in its cache. Only one core writes a cache line, so ownership of the line does not move.
-// Overwriting is safe, since only this rank reads that part of the peers' buffers.
+// all_reduce, reduce: each rank reduces its share and writes each finished block directly into the buffers of
+// the peers that get the result, while the block is in its cache. Only one core writes a cache line, so
+// ownership of the line does not move. Overwriting is safe, since only this rank reads that part of the
+// peers' buffers.
 void reduce_shares(const Call& c, Schedule* s) {
+  auto gets = [&](int p) { return c.func == Func::AllReduce || p == c.root; };
   Part mine = share(c, c.rank);
   std::vector<int32_t> raw(size_t(c.nranks), Action::kNone);
   each_peer(c, [&](int p) {
@@ -103,14 +120,18 @@ void reduce_shares(const Call& c, Schedule* s) {
   });
   int32_t reduced = Action::kNone;
   if (mine.bytes) {
-    reduced = reduce_all(c, mine.offset, recv_of(c.rank, mine.offset), mine.bytes, s);
+    if (!gets(c.rank)) s->scratch = mine.bytes;
+    Place result = gets(c.rank) ? recv_of(c.rank, mine.offset) : Place{Place::Scratch, c.rank, 0};
+    reduced = reduce_all(c, mine.offset, result, mine.bytes, s);
     each_peer(c, [&](int p) {
       bool direct = c.direct[size_t(p)];
-      int32_t out =
-          s->copy(recv_of(c.rank, mine.offset), direct ? recv_of(p, mine.offset) : pipe_of(p), mine.bytes);
-      s->actions[size_t(out)].follows = reduced;
-      s->actions[size_t(out)].after = raw[size_t(p)];
-      if (direct) s->notify(p, kDone, out);
+      int32_t last = reduced;
+      if (gets(p)) {
+        last = s->copy(result, direct ? recv_of(p, mine.offset) : pipe_of(p), mine.bytes);
+        s->actions[size_t(last)].follows = reduced;
+        s->actions[size_t(last)].after = raw[size_t(p)];
+      }
+      if (direct) s->notify(p, kDone, last);
     });
   }
   each_peer(c, [&](int p) {
@@ -118,10 +139,10 @@ void reduce_shares(const Call& c, Schedule* s) {
     if (theirs.bytes == 0) return;
     if (c.direct[size_t(p)]) {
       s->wait(p, kDone);
-      return;
+    } else if (gets(c.rank)) {
+      int32_t in = s->copy(pipe_of(p), recv_of(c.rank, theirs.offset), theirs.bytes);
+      s->actions[size_t(in)].after = reduced;
     }
-    int32_t in = s->copy(pipe_of(p), recv_of(c.rank, theirs.offset), theirs.bytes);
-    s->actions[size_t(in)].after = reduced;
   });
 }
 
@@ -166,7 +187,7 @@ const Algorithm kAlgorithms[] = {
     {"broadcast across hosts", [](const CallKind& c) { return across_hosts(c, Func::Broadcast); },
      broadcast_across_hosts},
     {"copies", [](const CallKind& c) { return !reduces(c.func); }, copies},
-    {"shares", [](const CallKind& c) { return c.func == Func::AllReduce; }, reduce_shares},
+    {"shares", [](const CallKind& c) { return in_shares(c.func, *c.layout); }, reduce_shares},
     {"where needed", [](const CallKind&) { return true; }, reduce_where_needed},
 };
 
@@ -180,19 +201,24 @@ bool goes_by_hosts(Func func, const Layout& layout) {
 
 Access accessed(const Op& op, const Layout& layout, int owner, int by) {
   size_t bytes = op.bytes(), all = bytes * layout.host.size();
-  Part none{0, 0}, needed = part_for(op.func, op.root, bytes, owner, by);
-  if (!goes_by_hosts(op.func, layout)) return {needed, op.func == Func::AllReduce ? Part{0, bytes} : none};
+  Part none{0, 0}, whole{0, bytes}, needed = part_for(op.func, op.root, bytes, owner, by);
+  bool root = owner == op.root;
+  if (!goes_by_hosts(op.func, layout)) {
+    if (in_shares(op.func, layout)) return {whole, op.func == Func::AllReduce || root ? whole : none};
+    if (op.func == Func::Gather) return {none, root ? Part{size_t(by) * bytes, bytes} : none};
+    return {needed, none};
+  }
   switch (op.func) {
     case Func::AllReduce:
-      return {{0, bytes}, {0, bytes}};
+      return {whole, whole};
     case Func::ReduceScatter:
       return {{0, all}, none};
     case Func::Reduce:
-      return {{0, bytes}, owner == op.root ? Part{0, bytes} : none};
+      return {whole, root ? whole : none};
     case Func::AllGather:
       return {none, {0, all}};
     default:
-      return layout.same_host(owner, op.root) ? Access{needed, none} : Access{none, {0, bytes}};
+      return layout.same_host(owner, op.root) ? Access{needed, none} : Access{none, whole};
   }
 }
 
