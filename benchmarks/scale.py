@@ -215,9 +215,9 @@ def document(
     lines += [
         f"Each quantity is a power of the number of ranks, fitted to the last {FITTED} rows that have it and "
         "continued; none shrinks. This assumes that all ranks share the cores of this machine. With a "
-        "machine for every 8 ranks the work of the others is done beside that of a rank: times then grow with "
-        "an exponent that is 1 less. It also assumes that no limit is met: of descriptors, of connections "
-        "that a listener takes, of memory.",
+        "machine for every 8 ranks the work of the others is done beside that of a rank: times then grow "
+        "with an exponent that is 1 less. It also assumes that no limit is met: of descriptors, of "
+        "connections that a listener takes, of memory.",
         "",
     ]
     return "\n".join(lines)
