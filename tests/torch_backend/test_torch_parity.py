@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -82,6 +83,36 @@ def split_by_nccl(rank: int, size: int) -> None:
             part.allreduce([x]).wait()
             assert x.item() == 2
             part.shutdown()
+
+
+def splits_that_differ(rank: int, size: int) -> None:
+    """Each rank learns of the lists, and no group of another size than its communicator is made."""
+    lists = r"rank 0 calls split_group with ranks \[0, 1\];"
+    for _ in range(2):
+        with pytest.raises(dist.DistBackendError, match=lists) as raised:
+            world().split_group([0, 1] if rank == 0 else [0, 1, 2])
+        assert " ranks 1, 2 call split_group with ranks [0, 1, 2];" in str(raised.value)
+        assert f"(on rank {rank} of group '0'" in str(raised.value)
+    backend = world()._get_backend(CPU)
+    with pytest.raises(dist.DistBackendError, match="rank 0 calls suspend; ranks 1, 2 call resume;"):
+        backend.suspend() if rank == 0 else backend.resume()
+    part = world().split_group([0, 2] if rank != 1 else [1])
+    x = torch.ones(2)
+    part.allreduce([x]).wait()
+    assert x.tolist() == [1 if rank == 1 else 2] * 2
+
+
+def splits_of_strangers(rank: int, size: int) -> None:
+    for ranks, wrong in (([0, 7], 7), ([-1], -1), ([0, 3], 3)):
+        expected = f"ranks is {ranks}, expected ranks of the group, from 0 to 2, got {wrong}"
+        with pytest.raises(ValueError, match=re.escape(expected)):
+            world().split_group(ranks)
+    # The others learn why one has not come.
+    error, text = (
+        (ValueError, "") if rank == 1 else (dist.DistBackendError, "given up by rank 1 of group '0'")
+    )
+    with pytest.raises(error, match=rf"{text}.*ranks is \[0, 7\]"):
+        world().split_group([0, 7] if rank == 1 else [0, 2])
 
 
 def options(rank: int, size: int) -> None:
@@ -165,7 +196,8 @@ def not_provided(rank: int, size: int) -> None:
 
 
 def test_groups_options_and_limits(tmp_path: Path) -> None:
-    on_ranks(3, tmp_path, tensors_without_axes, groups, split_by_nccl, options, limits, numbers)
+    splits = [split_by_nccl, splits_that_differ, splits_of_strangers]
+    on_ranks(3, tmp_path, tensors_without_axes, groups, *splits, options, limits, numbers)
     on_ranks(2, tmp_path, tensors_in_memory_from_nccl, not_provided)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -58,14 +59,118 @@ def test_the_profiler_shows_what_was_called(tmp_path: Path) -> None:
         names = [event.get("name") for event in events]
         assert "pynccl:all_gather_into_tensor" in names and "pynccl:barrier" in names
         gathered, barrier = (event["args"] for event in events if event.get("name") == "record_param_comms")
-        assert gathered["Collective name"] == "all_gather_into_tensor"
+        assert gathered["Collective name"] == "_allgather_base"
         assert (gathered["In msg nelems"], gathered["Out msg nelems"]) == (5, 15)
         assert (gathered["dtype"], gathered["Group size"]) == ("Long", 3)
         assert (gathered["Global rank start"], gathered["Global rank stride"]) == (0, 1)
         assert barrier["Collective name"] == "barrier"
 
 
+def profiled_forms(rank: int, size: int, folder: str) -> None:
+    start(rank, size, folder)
+    uneven = dist.new_group([0, 1, 3])
+    even = dist.new_group([1, 3])
+    with profile(activities=[ProfilerActivity.CPU]) as found:
+        if rank in (0, 1, 3):
+            dist.all_reduce(torch.ones(5), group=uneven)
+        if rank in (1, 3):
+            dist.broadcast(torch.ones(3), 3, group=even)
+        sizes = [1, 2, 1, 2]
+        lengths = [sizes[rank]] * size
+        dist.all_to_all_single(torch.empty(sum(sizes)), torch.ones(sum(lengths)), sizes, lengths)
+        dist.reduce(torch.ones(2), 2)
+        if rank == 0:
+            dist.send(torch.ones(7), 3)
+        if rank == 3:
+            dist.recv(torch.ones(7), 0)
+    found.export_chrome_trace(f"{folder}/{rank}.json")
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow  # each rank imports torch
+def test_the_profiler_shows_what_processgroupnccl_would_show(tmp_path: Path) -> None:
+    testing.run(4, profiled_forms, str(tmp_path), backend="cpu", timeout=200)
+    for rank in range(4):
+        events = json.loads((tmp_path / f"{rank}.json").read_text())["traceEvents"]
+        shown = {
+            event["args"]["Collective name"]: event["args"]
+            for event in events
+            if event.get("name") == "record_param_comms"
+        }
+        if rank != 2:
+            # The stride of uneven ranks is -1, from which torch makes no list.
+            assert shown["allreduce"]["Process Group Ranks"] == "[]"
+            assert shown["allreduce"]["Global rank start"] == 0
+        if rank in (1, 3):
+            assert shown["broadcast"]["Process Group Ranks"] == "[1, 3]"
+            assert shown["broadcast"]["Rank"] == 1  # the root, by its rank in the group
+        exchanged = shown["all_to_allv"]
+        assert exchanged["Out split size"] == "[1, 2, 1, 2]"
+        assert exchanged["In split size"] == str([[1, 2, 1, 2][rank]] * 4)
+        assert shown["reduce"]["Rank"] == 2
+        if rank == 0:
+            assert (shown["send"]["Dst Rank"], shown["send"]["In msg nelems"]) == (3, 7)
+        if rank == 3:
+            assert (shown["recv"]["Src Rank"], shown["recv"]["Out msg nelems"]) == (0, 7)
+        assert ("send" in shown, "recv" in shown) == (rank == 0, rank == 3)
+
+
 # --- memory ---
+
+
+def missed(seconds: float, call: Any, match: str, error: Any = dist.DistBackendError) -> None:
+    """A call that ends by this error at the group's time-out, or before."""
+    begun = time.monotonic()
+    with pytest.raises(error, match=match):
+        call()
+    assert time.monotonic() - begun < seconds
+
+
+@pytest.mark.slow  # each rank imports torch
+@on_ranks(2, timeout=200)
+def test_a_rank_that_does_not_suspend(rank: int, nranks: int, tmp_path: Path) -> None:
+    """The ranks meet first, so a late one is a time-out, after which the group is as it was."""
+    backend = start(rank, nranks, str(tmp_path))
+    backend._set_default_timeout(timedelta(seconds=2))
+    store = dist.distributed_c10d._get_default_store()
+    late = r"Timed out waiting 2000ms for {} on rank 0 of group '0' \(default_pg\); it waits for a call of rank 1"
+    calls = {
+        "suspend": backend.suspend,
+        "resume": backend.resume,
+        "split_group": lambda: dist.group.WORLD.split_group([0, 1]),
+    }
+    for name, call in calls.items():
+        if rank == 0:
+            missed(20, call, late.format(name))
+            store.set(f"missed {name}", "")
+        else:
+            store.wait([f"missed {name}"])
+            # The call is over, and this rank does not make it alone.
+            missed(1.5, call, late.format(name) + r".*\(on rank 1 of group '0'")
+        part = call()
+    x = torch.ones(3)
+    part.allreduce([x]).wait()
+    dist.all_reduce(x)
+    assert x.tolist() == [nranks**2] * 3
+    if rank == 0:
+        signal.signal(signal.SIGALRM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        missed(1.5, backend.suspend, "", KeyboardInterrupt)
+        store.set("interrupted", "")
+    else:
+        store.wait(["interrupted"])
+        missed(1.5, backend.suspend, "given up by rank 0 of group '0'.*KeyboardInterrupt")
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow  # each rank imports torch
+@on_ranks(2, timeout=200)
+def test_a_rank_that_leaves_does_not_suspend(rank: int, nranks: int, tmp_path: Path) -> None:
+    backend = start(rank, nranks, str(tmp_path))
+    dist.barrier()
+    if rank == 0:
+        missed(15, backend.suspend, "suspend on rank 0 .*rank 1")
+    dist.destroy_process_group()
 
 
 @pytest.mark.slow  # each rank imports torch

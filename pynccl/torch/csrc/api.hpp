@@ -26,6 +26,7 @@ namespace pynccl {
 // clang-format off: its result is not stable for these macros
 #define PYNCCL_TORCH_NEEDED(X)                                                                        \
   X(ncclGetUniqueId) X(ncclCommInitRank) X(ncclCommDestroy) X(ncclCommAbort) X(ncclCommGetAsyncError) \
+  X(ncclCommCount) \
   X(ncclGetErrorString) X(ncclGroupStart) X(ncclGroupEnd) X(ncclReduce) X(ncclBroadcast)              \
   X(ncclAllReduce) X(ncclReduceScatter) X(ncclAllGather) X(ncclSend) X(ncclRecv)
 // NULL if an older libnccl lacks the function.

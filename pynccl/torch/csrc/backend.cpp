@@ -198,12 +198,12 @@ LanePtr Backend::open(c10::Device device, int peer) {
   lane->api = std::make_shared<const Api>(provided.addresses);
   lane->device = device;
   int same = 0;
-  for (auto& [name, other] : lanes_) same += other->device.type() == device.type() && other->size == size_;
+  for (auto& [name, other] : lanes_) same += other->device.type() == device.type() && !other->paired;
   lane->key = c10::str("pynccl/", device.is_cpu() ? "cpu" : "cuda", "/", same);
   lane->rank = rank_, lane->size = size_;
   if (peer >= 0) {
     lane->key = c10::str("pynccl/cuda/pair/", std::min(peer, rank_), "/", std::max(peer, rank_));
-    lane->rank = int(peer < rank_), lane->size = 2;
+    lane->paired = true, lane->rank = int(peer < rank_), lane->size = 2;
   }
   if (device.is_cpu()) {
     TORCH_CHECK(lane->api->pyncclCpuStreamCreateWithFlags, "CPU tensors need pynccl's CPU library");
@@ -268,20 +268,51 @@ TaskPtr Backend::make_task(Call& call, Milliseconds timeout) const {
   return task;
 }
 
+namespace {
+
+// ProcessGroupNCCL's name of an operation, by which tools know it.
+std::string name_of_nccl(const Call& call) {
+  static const std::map<std::string, std::string> others = {
+      {"all_reduce", "allreduce"},
+      {"all_gather_into_tensor", "_allgather_base"},
+      {"all_gather_into_tensor_coalesced", "allgather_into_tensor_coalesced"},
+      {"reduce_scatter_tensor", "_reduce_scatter_base"}};
+  if (!call.input_splits.empty() || !call.output_splits.empty()) return "all_to_allv";
+  auto found = others.find(call.name);
+  return found == others.end() ? call.name : found->second;
+}
+
+// The difference of the group's global ranks; as in ProcessGroupNCCL -1 if it is not the same for all, and 0
+// for one rank.
+int stride_of(const std::vector<int64_t>& ranks) {
+  if (ranks.size() < 2) return 0;
+  for (size_t i = 2; i < ranks.size(); ++i)
+    if (ranks[i] - ranks[i - 1] != ranks[1] - ranks[0]) return -1;
+  return int(ranks[1] - ranks[0]);
+}
+
+}  // namespace
+
 // As ProcessGroupNCCL does: an event with the group, its ranks, and the numbers of elements.
-void Backend::describe_to_profiler(const std::string& name, const Task& task) {
+void Backend::describe_to_profiler(const Call& call) {
+  if (!at::hasCallbacks()) return;
   auto elements = [](const Tensors& tensors) {
     int64_t sum = 0;
     for (auto& tensor : tensors) sum += tensor.defined() ? tensor.numel() : 0;
     return sum;
   };
-  auto& tensors = task.inputs.empty() ? task.outputs : task.inputs;
+  const bool message = call.type == OpType::SEND || call.type == OpType::RECV || call.peer >= 0 ||
+                       call.type == OpType::RECVANYSOURCE;
+  // ProcessGroupNCCL gives a message's tensor as both.
+  auto& inputs = message && call.inputs.empty() ? call.outputs : call.inputs;
+  auto& outputs = message && call.outputs.empty() ? call.inputs : call.outputs;
+  auto& tensors = inputs.empty() ? outputs : inputs;
   auto dtype = tensors.empty() || !tensors[0].defined() ? at::kByte : tensors[0].scalar_type();
-  const int first = int(global_rank(0)), stride = size_ < 2 ? 1 : int(global_rank(1)) - first;
-  RECORD_PARAM_COMMS_DATA(std::make_tuple(int64_t(sequence_), false), std::make_tuple(pg_uid_, pg_desc_),
-                          task.inputs, task.outputs, rank_, name.c_str(), elements(task.inputs),
-                          elements(task.outputs), dtype, std::vector<int64_t>(), std::vector<int64_t>(),
-                          first, stride, size_);
+  RECORD_PARAM_COMMS_DATA(std::make_tuple(int64_t(sequence_) + 1, message),
+                          std::make_tuple(pg_uid_, pg_desc_), inputs, outputs,
+                          call.other >= 0 ? call.other : rank_, name_of_nccl(call), elements(inputs),
+                          elements(outputs), dtype, call.input_splits, call.output_splits,
+                          int(global_rank(0)), named_.ranks.empty() ? 1 : stride_of(named_.ranks), size_);
 }
 
 WorkPtr Backend::work_of(OpType type, const std::string& name, std::vector<TaskPtr> tasks) {
@@ -290,7 +321,6 @@ WorkPtr Backend::work_of(OpType type, const std::string& name, std::vector<TaskP
     here_uid_ = pg_uid_, here_desc_ = pg_desc_;
   }
   ++sequence_;
-  if (at::hasCallbacks()) describe_to_profiler(name, *tasks.front());
   return c10::make_intrusive<WorkPynccl>(rank_, type, "pynccl:" + name, std::move(tasks), sequence_, here_,
                                          hooks_);
 }
@@ -298,6 +328,7 @@ WorkPtr Backend::work_of(OpType type, const std::string& name, std::vector<TaskP
 WorkPtr Backend::launch(Call call, Milliseconds timeout, Pace pace) {
   LanePtr on = connected(call.device, call.peer);
   auto lock = entered();
+  describe_to_profiler(call);
   OpType type = call.type;
   std::string name = call.name;
   TaskPtr task;
@@ -480,9 +511,7 @@ std::vector<TaskPtr> Backend::unfinished() {
   return tasks;
 }
 
-// Calls a function of NCCL for the communicator of each lane, after the operations in flight.
-void Backend::for_each_comm(const std::string& name,
-                            const std::function<ncclResult_t(const Api&, ncclComm_t)>& call) {
+void Backend::finish_all(const std::string& name) {
   for (auto& task : unfinished()) {
     task->hurry();
     while (!task->await(kSlice)) {
@@ -492,34 +521,54 @@ void Backend::for_each_comm(const std::string& name,
                                                    task->name, " has timed out"));
     }
   }
-  for (auto& lane : all_lanes())
-    if (lane->comm) lane->comm->check(call(*lane->api, lane->comm->handle()), name);
+}
+
+// NCCL has no time-out for such a call: the ranks have met before.
+void Backend::for_each_comm(const std::string& name, const CommCall& call) {
+  for (auto& lane : all_lanes()) {
+    if (!lane->comm || lane->paired) continue;
+    bounded(
+        [=, comm = lane->comm] {
+          c10::OptionalDeviceGuard guard;
+          if (!lane->device.is_cpu()) guard.reset_device(lane->device);
+          comm->check(call(*lane, comm->handle()), name);
+        },
+        options_->timeout, c10::str(name, " on ", here()), true);
+  }
 }
 
 void Backend::suspend() {
-  for_each_comm("ncclCommSuspend", [](const Api& api, ncclComm_t comm) {
-    return PYNCCL_KNOWN(api, ncclCommSuspend)(comm, NCCL_SUSPEND_MEM);
+  const std::string name = "suspend";
+  finish_all(name);
+  meet(name);
+  for_each_comm(name, [](Lane& lane, ncclComm_t comm) {
+    return PYNCCL_KNOWN(*lane.api, ncclCommSuspend)(comm, NCCL_SUSPEND_MEM);
   });
 }
 
 void Backend::resume() {
-  for_each_comm("ncclCommResume",
-                [](const Api& api, ncclComm_t comm) { return PYNCCL_KNOWN(api, ncclCommResume)(comm); });
+  const std::string name = "resume";
+  finish_all(name);
+  meet(name);
+  for_each_comm(name,
+                [](Lane& lane, ncclComm_t comm) { return PYNCCL_KNOWN(*lane.api, ncclCommResume)(comm); });
 }
 
 // The keys are those of ProcessGroupNCCL.
 std::unordered_map<std::string, uint64_t> Backend::getMemoryStats() {
+  finish_all("memory_stats");
   std::unordered_map<std::string, uint64_t> stats;
   for (auto [name, stat] : {std::pair("suspend", ncclStatGpuMemSuspend),
                             {"suspended", ncclStatGpuMemSuspended},
                             {"persist", ncclStatGpuMemPersist},
                             {"total", ncclStatGpuMemTotal}})
-    for_each_comm("ncclCommMemStats", [&stats, name = name, stat = stat](const Api& api, ncclComm_t comm) {
+    for (auto& lane : all_lanes()) {
+      if (!lane->comm || lane->paired) continue;
       uint64_t value = 0;
-      ncclResult_t result = PYNCCL_KNOWN(api, ncclCommMemStats)(comm, stat, &value);
+      lane->comm->check(PYNCCL_KNOWN(*lane->api, ncclCommMemStats)(lane->comm->handle(), stat, &value),
+                        "ncclCommMemStats");
       stats[name] += value;
-      return result;
-    });
+    }
   return stats;
 }
 
@@ -611,6 +660,10 @@ intrusive_ptr<c10d::Backend> Backend::split(const intrusive_ptr<c10d::Store>& st
   // torch calls this once for each device type, although one backend serves all of them.
   if (split_store_ == store && split_ranks_ == ranks)
     if (auto before = split_.lock(); before || rank < 0) return before;
+  lock.unlock();
+  finish_all("split_group");
+  meet("split_group", ranks, [&] { check_members(ranks); });
+  lock.lock();
   split_store_ = store, split_ranks_ = ranks;
   intrusive_ptr<Backend> made;
   if (rank >= 0) {
@@ -621,36 +674,38 @@ intrusive_ptr<c10d::Backend> Backend::split(const intrusive_ptr<c10d::Store>& st
     made = make(where, rank, int(ranks.size()), chosen(options), cpu_only_, named_of(ranks));
   }
   lock.unlock();
-  for (auto& lane : all_lanes())
-    // Otherwise the new group connects through the store, at its first use.
-    if (lane->comm && lane->size == size_ && lane->api->ncclCommSplit)
-      split_lane(*lane, ranks, rank, made.get());
+  RECORD_FUNCTION("pynccl:split_group", c10::ArrayRef<const c10::IValue>());
+  const int color = rank < 0 ? NCCL_SPLIT_NOCOLOR : *std::min_element(ranks.begin(), ranks.end());
+  for_each_comm("split_group", [color, rank, made](Lane& lane, ncclComm_t comm) {
+    // Without it the new group connects through the store, at its first use.
+    if (!lane.api->ncclCommSplit) return ncclSuccess;
+    auto handle = std::make_shared<ncclComm_t>();
+    ncclResult_t result = lane.api->ncclCommSplit(comm, color, std::max(rank, 0), handle.get(), nullptr);
+    lane.comm->check(result, "split_group");
+    if (made) made->adopt(lane.device, std::make_shared<Comm>(lane.api, *handle));
+    return ncclSuccess;
+  });
   lock.lock();
   split_ = c10::weak_intrusive_ptr<c10d::Backend>(intrusive_ptr<c10d::Backend>(made));
   return made;
 }
 
-// The ranks meet first, under the time-out: ncclCommSplit has none.
-void Backend::split_lane(Lane& lane, const std::vector<int>& ranks, int rank, Backend* made) {
-  auto flag = at::zeros({1}, at::TensorOptions(at::kByte).device(lane.device));
-  Call meeting = all_reduce_call(flag, ReduceOp(ReduceOp::MAX));
-  meeting.name = "split_group";
-  launch(std::move(meeting), kOfTheGroup, Pace::Awaited)->wait();
-  const int color = rank < 0 ? NCCL_SPLIT_NOCOLOR : *std::min_element(ranks.begin(), ranks.end());
-  auto handle = std::make_shared<ncclComm_t>();
-  Call call;
-  call.name = "split_group", call.device = lane.device;
-  call.issue = [=](const Api& api, ncclComm_t comm, cudaStream_t) {
-    return api.ncclCommSplit(comm, color, std::max(rank, 0), handle.get(), nullptr);
-  };
-  launch(std::move(call), kOfTheGroup, Pace::Awaited)->wait();
-  if (made) made->adopt(lane.device, std::make_shared<Comm>(lane.api, *handle));
+void Backend::check_members(const std::vector<int>& ranks) const {
+  for (int rank : ranks)
+    TORCH_CHECK_VALUE(rank >= 0 && rank < size_, "split_group: ranks is ", in_brackets(ranks),
+                      ", expected ranks of the group, from 0 to ", size_ - 1, ", got ", rank);
 }
 
 // A communicator that another group has made for this one.
 void Backend::adopt(c10::Device device, CommPtr comm) {
   auto lock = entered();
   LanePtr on = lane(device);
+  int count = 0;
+  comm->check(on->api->ncclCommCount(comm->handle(), &count), "ncclCommCount");
+  // Operations would write behind the end of their tensors.
+  if (count != size_)
+    C10_THROW_ERROR(DistBackendError, c10::str("pynccl: the communicator for ", here(), " has ", count,
+                                               " ranks, expected ", size_));
   on->comm = comm;
   if (on->queue) on->queue->connected(comm);
 }
@@ -693,7 +748,7 @@ intrusive_ptr<c10d::Backend> Backend::shrink(const std::vector<int64_t>& exclude
                    cpu_only_, named_of(stay));
   auto lock = entered();
   for (auto& lane : all_lanes()) {
-    if (!lane->comm || lane->size != size_) continue;
+    if (!lane->comm || lane->paired) continue;
     TORCH_CHECK(lane->api->ncclCommShrink, "shrinking needs NCCL " PYNCCL_SINCE_ncclCommShrink " or newer");
     auto shrunk = std::make_shared<CommPtr>();
     bounded(

@@ -33,6 +33,9 @@ struct Call {
   std::string name;
   c10::Device device{at::kCPU};
   int peer = -1;  // of a message on a device, outside a batch
+  // For the profiler: the root or the other rank of a message, and the sizes of all_to_all_single.
+  int other = -1;
+  std::vector<int64_t> input_splits, output_splits;
   Tensors inputs, outputs, kept;
   std::function<ncclResult_t(const Api&, ncclComm_t, cudaStream_t)> issue;
   std::function<void()> post;
@@ -62,11 +65,14 @@ struct Named {
   std::vector<int64_t> ranks;
 };
 
+inline std::string in_brackets(const std::vector<int>& ranks) { return "[" + c10::Join(", ", ranks) + "]"; }
+
 // A device's library and stream, and when it is needed the communicator of the group or of one of its pairs.
 struct Lane {
   ApiPtr api;
   c10::Device device{at::kCPU};
-  std::string key;  // in the store: the same on all ranks
+  std::string key;      // in the store: the same on all ranks
+  bool paired = false;  // of a pair of ranks
   int rank = 0, size = 0;
   std::shared_ptr<Attempt> attempt;                                      // the running attempt to connect
   std::shared_ptr<std::string> tried = std::make_shared<std::string>();  // the id of the previous attempt
@@ -243,9 +249,12 @@ class Backend : public c10d::Backend {
   TaskPtr make_task(Call& call, Milliseconds timeout) const;
   void start(Lane& lane, const TaskPtr& task, Call call, Pace pace);
   WorkPtr refused();
-  void describe_to_profiler(const std::string& name, const Task& task);
+  void describe_to_profiler(const Call& call);
   WorkPtr work_of(OpType type, const std::string& name, std::vector<TaskPtr> tasks);
-  void split_lane(Lane& lane, const std::vector<int>& ranks, int rank, Backend* made);
+  void check_members(const std::vector<int>& ranks) const;
+  void meet(
+      const std::string& name, const std::vector<int>& ranks = {},
+      const std::function<void()>& check = [] {});
   void adopt(c10::Device device, CommPtr comm);
   Options chosen(const intrusive_ptr<c10d::Backend::Options>& options) const;
   Named named_of(const std::vector<int>& ranks) const;
@@ -261,8 +270,9 @@ class Backend : public c10d::Backend {
   std::shared_ptr<Attempt> connect(const Lane& lane);
   c10::Device barrier_device(const c10d::BarrierOptions& options);
   std::vector<TaskPtr> unfinished();
-  void for_each_comm(const std::string& name,
-                     const std::function<ncclResult_t(const Api&, ncclComm_t)>& call);
+  void finish_all(const std::string& name);
+  using CommCall = std::function<ncclResult_t(Lane&, ncclComm_t)>;
+  void for_each_comm(const std::string& name, const CommCall& call);
   std::vector<LanePtr> all_lanes();
   void end(bool abort);
   void leave(bool abort);
@@ -281,7 +291,7 @@ class Backend : public c10d::Backend {
   std::recursive_mutex mutex_;
   std::map<std::string, LanePtr> lanes_;
   std::shared_ptr<Messages> messages_;
-  uint64_t sequence_ = 0, monitored_ = 0;
+  uint64_t sequence_ = 0, monitored_ = 0, meetings_ = 0;
   std::atomic<bool> ended_, released_;  // released: end() has returned
   std::atomic<bool> final_{false};      // it cannot be reconfigured
   uint64_t groups_ = 0;                 // how often it was reconfigured
@@ -296,6 +306,7 @@ class Backend : public c10d::Backend {
   std::vector<int> split_ranks_;
   std::map<std::vector<int>, uint64_t> split_counts_;
   std::atomic<uint64_t> splits_{0};
+  std::shared_ptr<OwnStore> meeting_store_;
 #ifdef PYNCCL_HAS_RECONFIGURE
   mutable std::mutex served_mutex_;
   mutable Served served_;

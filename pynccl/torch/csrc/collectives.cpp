@@ -88,6 +88,7 @@ WorkPtr Backend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& optio
   at::Tensor data = dense(tensor);
   call.inputs = call.outputs = {tensor};
   call.kept = {data};
+  call.other = int(options.rootRank);
   call.issue = [data, root = int(options.rootRank)](const Api& api, ncclComm_t comm, cudaStream_t stream) {
     return api.ncclBroadcast(data.data_ptr(), data.data_ptr(), data.nbytes(), ncclUint8, root, comm, stream);
   };
@@ -206,7 +207,7 @@ WorkPtr Backend::reduce(Tensors& tensors, const c10d::ReduceOptions& options) tr
     };
     if (!data.is_alias_of(tensor)) call.post = [tensor = tensor, data] { real_view(tensor).copy_(data); };
   }
-  call.type = OpType::REDUCE, call.name = "reduce";
+  call.type = OpType::REDUCE, call.name = "reduce", call.other = root;
   if (rank_ != root) call.post = nullptr;
   return launch(std::move(call), options);
 } catch (...) {
@@ -503,6 +504,7 @@ WorkPtr Backend::alltoall_base(at::Tensor& output, at::Tensor& input, std::vecto
   Call call = all_to_all_call(to, from);
   call.type = OpType::ALLTOALL_BASE;
   call.inputs = {input}, call.outputs = {output};
+  call.input_splits = input_splits, call.output_splits = output_splits;
   call.kept.push_back(landed);
   if (!landed.is_alias_of(output)) call.post = [output, landed] { output.copy_(landed); };
   return launch(std::move(call), options);
@@ -524,6 +526,7 @@ WorkPtr Backend::gather(std::vector<Tensors>& outputs, Tensors& inputs,
   Call call = call_on(OpType::GATHER, "gather", input);
   call.inputs = {input};
   if (root) call.outputs = outputs[0];
+  call.other = int(options.rootRank);
   call.kept = landed;
   call.kept.push_back(data);
   call.issue = [landed, data, to = int(options.rootRank)](const Api& api, ncclComm_t comm,
@@ -554,6 +557,7 @@ WorkPtr Backend::scatter(Tensors& outputs, std::vector<Tensors>& inputs,
   check_separate("scatter", sent, 0, {landed}, rank_);
   Call call = call_on(OpType::SCATTER, "scatter", output);
   if (root) call.inputs = inputs[0];
+  call.other = int(options.rootRank);
   call.outputs = {output};
   call.kept = sent;
   call.kept.push_back(landed);

@@ -4,6 +4,7 @@
 
 #include "backend.cpp"
 #include "collectives.cpp"
+#include "meeting.cpp"
 #include "monitored_barrier.cpp"
 #include "p2p.cpp"
 #include "reconfigure.cpp"

@@ -50,7 +50,7 @@ WorkPtr Backend::point_to_point(OpType type, const at::Tensor& tensor, int peer,
   bool sends = type == OpType::SEND;
   at::Tensor data = dense(tensor);
   Call call;
-  call.type = type, call.device = tensor.device();
+  call.type = type, call.device = tensor.device(), call.other = peer;
   call.name = sends ? "send" : peer == kAnySource ? "recvAnySource" : "recv";
   (sends ? call.inputs : call.outputs) = {tensor};
   call.kept = {data};
@@ -58,6 +58,7 @@ WorkPtr Backend::point_to_point(OpType type, const at::Tensor& tensor, int peer,
   if (!tensor.is_cpu()) return device_message(std::move(call), data, peer);
   auto mail = messages();
   auto lock = entered();
+  describe_to_profiler(call);
   TaskPtr task = make_task(call, kOfTheGroup);
   task->post = std::move(call.post);
   task->kept = std::move(call.kept);

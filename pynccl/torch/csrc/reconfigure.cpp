@@ -91,8 +91,8 @@ void Backend::renew(const Joined& joined) {
   store_ = joined.store, rank_ = joined.rank, size_ = joined.size;
   named_.ranks.clear();
   here_ = nullptr;
-  sequence_ = monitored_ = 0;
-  split_store_ = nullptr, split_ranks_.clear(), split_counts_.clear();
+  sequence_ = monitored_ = meetings_ = 0;
+  meeting_store_ = nullptr, split_store_ = nullptr, split_ranks_.clear(), split_counts_.clear();
   ++groups_;
   released_.store(false);
   ended_.store(false);
