@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import ray
 
@@ -18,21 +18,31 @@ DEFAULT_TIMEOUT = 600.0
 
 
 def connect(
-    rank: int, size: int, what: str, *path: str, live: Callable[[], None] | None = None
+    rank: int,
+    size: int,
+    what: str,
+    *path: str,
+    live: Callable[[], None] | None = None,
+    names: Sequence[str] = (),
 ) -> Communicator:
-    """Make the communicator of `size` actors that call this with the same path; `what` is for messages.
+    """Make the communicator of `size` actors that call this with the same path.
 
-    The same path can be used again, also after actors have died. `live` may raise to end the wait for others.
+    `what` and `names`, of actors whose ranks nobody has chosen, are for messages. The same path can be used
+    again, also after actors have died. `live` may raise to end the wait for others.
     """
     seconds = resolve_timeout(None) or DEFAULT_TIMEOUT
     keys = Keys(*path, live=live)
 
     def late(missing: list[int]) -> Exception:
-        names = ", ".join(map(str, missing))
+        where = f"in Ray job {ray.get_runtime_context().get_job_id()}"
+        waited = f"waited {rounded(seconds)} s in Ray's key-value store"
+        if names:
+            late = " and ".join(names[each] for each in missing)
+            return BootstrapError(f"{what}: {names[rank]} {waited} for {late}, {where}")
+        late = ", ".join(map(str, missing))
         return BootstrapError(
-            f"{what}: rank {rank} of {size} waited {rounded(seconds)} s in Ray's key-value store; ranks that "
-            f"never arrived: {names} ({len(missing)} of {size}). Every actor of the group must join it, in "
-            f"Ray job {ray.get_runtime_context().get_job_id()}"
+            f"{what}: rank {rank} of {size} {waited}; ranks that never arrived: {late} "
+            f"({len(missing)} of {size}). Every actor of the group must join it, {where}"
         )
 
     if size == 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -52,15 +53,25 @@ class _Line:
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self.actors = [f"actor {actor}" for actor in name.split("-")]
         self.comm: Communicator | None = None
         self.aborted = threading.Event()
 
     def open(self, rank: int) -> Communicator:
         if self.comm is None:
-            what = f"the transfer between actors {self.name.replace('-', ' and ')}"
-            self.comm = connect(rank, 2, what, "transport", self.name, live=self._live)
+            path = "transport", self.name
+            self.comm = connect(rank, 2, self.what, *path, live=self._live, names=self.actors)
             self._live()
         return self.comm
+
+    @property
+    def what(self) -> str:
+        return f"the transfer between {' and '.join(self.actors)}"
+
+    def name_actors(self, error: NcclError) -> None:
+        """Replace the ranks in the text of an error: the program has not made this communicator."""
+        text = re.sub(r"\brank ([01])\b( of 2\b)?", lambda found: self.actors[int(found[1])], str(error))
+        error.args = (text if text.startswith(self.what) else f"{self.what}: {text}",)
 
     def _live(self) -> None:
         if self.aborted.is_set():
@@ -166,7 +177,8 @@ class TensorTransport(TensorTransportManager):
                 for tensor in tensors:
                     call(comm, tensor)
             comm.synchronize()
-        except NcclError:
+        except NcclError as error:
+            line.name_actors(error)
             self._fail(key, line)
             raise
 

@@ -457,12 +457,27 @@ def test_tensors_from_actor_to_actor(cluster: Any) -> None:
     begin = time.monotonic()
     # One has a communicator with the victim, the other has none.
     for survivor in (one, other):
-        with pytest.raises(cluster.exceptions.RayError):
+        with pytest.raises(cluster.exceptions.RayError) as raised:
             cluster.get(survivor.sums.remote(unknown), timeout=60)
+        if isinstance(raised.value, pynccl.NcclError):
+            text = str(raised.value)
+            assert victim._actor_id.hex() in text and not re.search("rank [01]", text), text
     # Of 30 s until the time-out.
     assert time.monotonic() - begin < 25
     found = other.sums.remote(one.tensors.remote(2.0))
     assert cluster.get(found, timeout=60) == [[4.0, 10.0], 3.0, 5]
+
+
+def test_errors_of_the_transport_name_actors() -> None:
+    from pynccl.ray._transport import _Line
+
+    line = _Line("0a-1b")
+    error = pynccl.RankFailedError("rank 1 died (noticed by rank 0 of 2); 2 ranks", ranks=[1])
+    for _ in range(2):
+        line.name_actors(error)
+        expected = "the transfer between actor 0a and actor 1b: actor 1b died (noticed by actor 0a); 2 ranks"
+        assert str(error) == expected
+    assert error.ranks == [1]
 
 
 # --- Ray's own backend ---
