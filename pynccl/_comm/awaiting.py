@@ -19,6 +19,8 @@ class _Waker:
     """The eventfd of one event loop, and the coroutines that wait for it."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        # For __del__, which also runs if there is no free descriptor.
+        self.descriptor = -1
         self.descriptor = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self.waiting: set[asyncio.Future[None]] = set()
         loop.add_reader(self.descriptor, self._wake)
@@ -30,7 +32,8 @@ class _Waker:
             _finish(future)
 
     def __del__(self) -> None:
-        os.close(self.descriptor)
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
 
 
 def _finish(future: asyncio.Future[None]) -> None:

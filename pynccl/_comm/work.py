@@ -106,8 +106,8 @@ class Work(Hinting, Generic[T_co]):
         """Wait until the call has ended, and return its result.
 
         Raises NcclTimeoutError after `timeout` seconds: the call then stays outstanding, and the communicator
-        stays usable. Without `timeout` the communicator's own time-out holds. Raises the errors of the
-        operation.
+        stays usable. Without `timeout` the communicator's own time-out holds. Its expiry is final, whatever
+        `timeout` says: the watchdog ends a call that is late by it. Raises the errors of the operation.
         """
         timeout = check_timeout(timeout, zero=True)
         if parts := self._parts:

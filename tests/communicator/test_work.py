@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import array
 import asyncio
+import contextlib
 import gc
+import importlib
 import os
+import resource
 import signal
+import sys
 import threading
 import time
 import weakref
@@ -134,6 +138,94 @@ def test_returns_before_the_peer_comes(rank: int, nranks: int) -> None:
         assert ticks >= 20
         comm.all_reduce(x)
         np.testing.assert_array_equal(x, [8.0] * 4)
+
+
+async def largest_gap(seconds: float, work: pynccl.Work[Any] | None = None) -> float:
+    """Sleep by turns of 10 ms, beside an await of an outstanding call; return the longest turn."""
+    turns = []
+
+    async def sleep() -> None:
+        while True:
+            begin = time.monotonic()
+            await asyncio.sleep(0.01)
+            turns.append(time.monotonic() - begin)
+
+    sleeping = asyncio.create_task(sleep())
+    with contextlib.suppress(asyncio.TimeoutError):
+        await (asyncio.sleep(seconds) if work is None else asyncio.wait_for(work, seconds))
+    sleeping.cancel()
+    return max(turns)
+
+
+@on_ranks(2)
+def test_an_await_holds_up_nothing(rank: int, nranks: int) -> None:
+    """The loop turns as without it, and a cancelled await leaves nothing behind."""
+    from pynccl._comm import awaiting
+
+    async def watch(work: pynccl.Work[Any]) -> None:
+        alone, beside = [], []
+        for _ in range(5):
+            alone.append(await largest_gap(0.15))
+            beside.append(await largest_gap(0.15, work))
+            (waker,) = awaiting._wakers.values()
+            assert not waker.waiting
+        # The best of each, since other programs hold up the loop too.
+        assert min(beside) < max(0.045, 2 * min(alone)), (alone, beside)
+
+    with pynccl.init(timeout=30) as comm:
+        if rank == 1:
+            hear("watched")
+            comm.send(np.ones(3), 0)
+        else:
+            work = comm.recv(np.zeros(3), 1, wait=False)
+            asyncio.run(watch(work))
+            tell("watched")
+            np.testing.assert_array_equal(work.wait(), [1.0] * 3)
+        comm.barrier()
+
+
+@on_ranks(2)
+def test_an_await_is_told_of_the_end(rank: int, nranks: int) -> None:
+    """It does not depend on the looks that it takes from time to time."""
+    from pynccl._comm import awaiting
+
+    with pytest.MonkeyPatch.context() as patch, pynccl.init(timeout=30) as comm:
+        for name in ("_LOOK", "_POLL"):
+            patch.setattr(awaiting, name, 1000)
+        if rank == 1:
+            hear("awaits")
+            comm.send(np.ones(3), 0)
+        else:
+            work = comm.recv(np.zeros(3), 1, wait=False)
+
+            async def wait() -> None:
+                asyncio.get_running_loop().call_later(0.1, tell, "awaits")
+                await asyncio.wait_for(work, 20)
+
+            asyncio.run(wait())
+        comm.barrier()
+
+
+@on_ranks(2)
+def test_an_await_without_a_free_descriptor(rank: int, nranks: int) -> None:
+    ignored: list[Any] = []
+    importlib.import_module("pynccl._comm.awaiting")
+
+    async def many(comm: Communicator) -> None:
+        with contextlib.ExitStack() as taken:
+            with contextlib.suppress(OSError):
+                while True:
+                    taken.callback(os.close, os.open(os.devnull, os.O_RDONLY))
+            for _ in range(5):
+                await comm.all_reduce(np.ones(4), wait=False)
+
+    with pytest.MonkeyPatch.context() as patch, pynccl.init(timeout=30) as comm:
+        patch.setattr(sys, "unraisablehook", lambda given: ignored.append(str(given.exc_value)))
+        before = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (100, before[1]))
+        asyncio.run(many(comm))
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert not ignored
 
 
 @on_ranks(2)
