@@ -818,6 +818,7 @@ class Core:
         lib.pynccl_leave(self.c)
         self.c.reserved, self.interrupted, self.unsettled = 0, None, None
         self.forget("it belongs to the parent of this forked process; make a new one here")
+        self.failed_at_end = self._unusable(self.why)
         self.in_flight.clear()
         self.registrations.forget()
         self.windows.forget()

@@ -166,6 +166,7 @@ def test_fork(rank: int, nranks: int) -> None:
         x, y = np.ones(2), np.ones(2)
         op = comm.prepare.all_reduce(x)
         plan = pynccl.Plan([op, child.prepare.all_reduce(y)])
+        work = child.recv(np.zeros(3), 1, wait=False) if rank == 0 else None
         calls = (
             lambda: comm.all_reduce(x),
             lambda: child.all_reduce(x),
@@ -175,6 +176,7 @@ def test_fork(rank: int, nranks: int) -> None:
             lambda: comm.split(0),
             comm.barrier,
             comm.finalize,
+            op if work is None else work.wait,
         )
         pid = os.fork()
         if pid == 0:
@@ -193,6 +195,7 @@ def test_fork(rank: int, nranks: int) -> None:
             comm.abort()
             os._exit(code)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        child.send(np.ones(3), 0) if work is None else work.wait()
         assert op() is x
         plan()
         assert (x == 4).all() and (y == 2).all()
