@@ -1,6 +1,6 @@
 """mpi4py's own tests of collectives with the communicators of pynccl.mpi in the place of MPI's; for mpirun.
 
-`python tests/helpers/mpi4py_suite.py FOLDER` runs test_cco_buf and test_cco_vec of the sources in FOLDER.
+`python tests/helpers/mpi4py_suite.py FOLDER` runs the files SUITES of the sources in FOLDER.
 Their arrays with `__cuda_array_interface__` take NCCL's way, the others MPI's. MPI reduces what NCCL cannot,
 so that a test goes on behind it, and the refusals are compared with those of docs/mpi.md.
 """
@@ -22,7 +22,14 @@ from mpi4py import MPI
 from pynccl import NotSupportedError
 from pynccl.mpi import Comm
 
-SUITES = ("test_cco_buf", "test_cco_vec", "test_cco_pr_buf", "test_cco_pr_vec")
+SUITES = (
+    "test_cco_buf",
+    "test_cco_vec",
+    "test_cco_pr_buf",
+    "test_cco_pr_vec",
+    "test_cco_obj",
+    "test_cco_ngh_obj",
+)
 REDUCTIONS = ("Allreduce", "Reduce", "Reduce_scatter", "Reduce_scatter_block", "Scan", "Exscan")
 # By the type character of the arrays: what NCCL has no reduction of, and of what only the sum.
 NEVER, ONLY_SUM = "hHgG", "FD"
