@@ -8,17 +8,20 @@ Imported by no other room.
 
 from __future__ import annotations
 
+import warnings
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import ray
 
-if find_spec("ray.util.collective.backend_registry") is None:
-    raise ImportError(
-        f"Ray {ray.__version__} is installed; expected one whose collectives take backends, such as 2.60"
-    )
-
-from pynccl.ray._group import BACKEND, Group, communicator, register, shrink
+with warnings.catch_warnings():
+    # CuPy's, which Ray imports, where there is no libnccl.
+    warnings.filterwarnings("ignore", r"\s*nccl library could not be loaded", UserWarning)
+    if find_spec("ray.util.collective.backend_registry") is None:
+        raise ImportError(
+            f"Ray {ray.__version__} is installed; expected one whose collectives take backends, such as 2.60"
+        )
+    from pynccl.ray._group import BACKEND, Group, communicator, register, shrink
 
 if TYPE_CHECKING:
     from pynccl.ray._graph import DeviceCommunicator, HostCommunicator, register_graphs

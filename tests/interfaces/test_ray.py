@@ -7,7 +7,6 @@ import os
 import re
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -51,12 +50,10 @@ def cluster() -> Iterator[Any]:
         for name, value in clean.items():
             patch.setenv(name, value)
         patch.setenv("PYNCCL_TIMEOUT", "30")
-        with warnings.catch_warnings():
-            # CuPy's, where there is no libnccl.
-            warnings.simplefilter("ignore")
-            import ray
+        import ray
 
-            import pynccl.ray
+        import pynccl.ray
+
         ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
         pynccl.ray.register_transport()
         env = {"worker_process_setup_hook": pynccl.ray.register}
@@ -414,6 +411,13 @@ def test_wrong_actors_of_a_graph(cluster: Any, members: Actors) -> None:
         pynccl.ray.DeviceCommunicator.of([1])
     with pytest.raises(ValueError, match="expected one of this communicator's 2"):
         pynccl.ray.HostCommunicator(members[:2]).get_rank(members[2])
+
+
+def test_the_import_warns_of_nothing() -> None:
+    """CuPy warns where there is no libnccl, which pynccl does not need."""
+    program = [sys.executable, "-W", "error::UserWarning", "-c", "import pynccl.ray"]
+    done = completed(program, timeout=60)
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
 
 
 # --- the tensor transport ---
