@@ -6,11 +6,13 @@ barrier follows, because the broadcast may return before all ranks have it, and 
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from typing import Any
 
 from pynccl._errors import BootstrapError, NcclTimeoutError
+from pynccl._watch import channel
 from pynccl.bootstrap._environment import Launcher
 from pynccl.bootstrap._exchange import ANSWER
 from pynccl.bootstrap._preflight import (
@@ -91,6 +93,12 @@ def require_same_world(comm: Any, launcher: Launcher) -> None:
         )
 
 
+def _remember(host: str) -> None:
+    """Remember rank 0's host, as mpirun knows it, unless a variable names a rendezvous."""
+    if not os.environ.get("PYNCCL_STORE") and not os.environ.get("MASTER_ADDR"):
+        channel.remember_host(host)
+
+
 class MpiExchange:
     """One exchange through an mpi4py communicator."""
 
@@ -111,6 +119,7 @@ class MpiExchange:
         answer = self._lead(arrival, error) if self.rank == 0 else self._follow(arrival, error)
         self._wait(self.comm.Ibarrier(), "the barrier after the id")
         self._mark = bytes.fromhex(answer.uid)[:32]
+        _remember(answer.host)
         return answer
 
     def _lead(self, arrival: Arrival, own: Exception | None) -> Answer:

@@ -76,13 +76,14 @@ class Arrival(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """The reply of rank 0: the ids or a failure, and each rank's device if rank 0 chose it."""
+    """The reply of rank 0: the ids or a failure, each rank's device if rank 0 chose it, rank 0's host."""
 
     size: int
     uid: str
     failure: Failure | None = None
     devices: tuple[int | None, ...] = ()
     warnings: tuple[str, ...] = ()
+    host: str = ""
 
     def unique_ids(self) -> list[UniqueId]:
         """Return the unique ids: several for a large job."""
@@ -142,8 +143,8 @@ def unpack_arrival(data: bytes, rank: int) -> Arrival:
 def unpack_answer(data: bytes) -> Answer:
     """Return the answer of rank 0 from its message."""
     with _understanding("rank 0", data):
-        size, uid, failure, devices, warnings = json.loads(data)
-        return Answer(int(size), str(uid), _failure(failure), tuple(devices), tuple(warnings))
+        size, uid, failure, devices, warnings, host = json.loads(data)
+        return Answer(int(size), str(uid), _failure(failure), tuple(devices), tuple(warnings), str(host))
 
 
 def unpack_failure(data: bytes) -> Failure:
@@ -269,7 +270,8 @@ def compare(arrivals: Sequence[Arrival], size: int) -> Answer:
     others = [facts[root].uid for root in roots(size)[1:]]
     uid = _new_id() + ("".join(others) if all(others) else "")
     counted = any(one.device is None for one in facts)
-    return Answer(size, uid, devices=tuple(devices) if counted else (), warnings=tuple(_differences(facts)))
+    chosen = tuple(devices) if counted else ()
+    return Answer(size, uid, devices=chosen, warnings=tuple(_differences(facts)), host=facts[0].host)
 
 
 def _require_equal_timing(facts: Sequence[Facts]) -> None:

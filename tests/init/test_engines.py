@@ -234,6 +234,28 @@ def test_torchrun_on_two_nodes(hosts: Hosts, rendezvous: str) -> None:
     assert sorted(ranks_of(out, 4) for out in outputs(commands)) == [[0, 1], [2, 3]]
 
 
+# As mpirun's ssh: its first argument names the host.
+AGENT = """#!/bin/sh
+shift
+exec ip netns exec {} unshare --uts sh -c "hostname 10.199.0.2; $*"
+"""
+
+
+@needs_root
+def test_mpirun_on_two_hosts(hosts: Hosts, tmp_path: Path) -> None:
+    """The control channel, which the time-out opens, goes over the interface to rank 0's host."""
+    agent = tmp_path / "agent"
+    agent.write_text(AGENT.format(hosts.names[1]))
+    agent.chmod(0o700)
+    first = [*hosts.enter(0), "unshare", "--uts", "sh", "-c", 'hostname 10.199.0.1; exec "$@"', "sh"]
+    options = ["--host", "10.199.0.1:2,10.199.0.2:2", "--prtemca", "plm_ssh_agent", str(agent)]
+    options += ["--map-by", "ppr:2:node", "--mca", "btl_tcp_if_include", "10.199.0.0/24"]
+    command = [*first, *open_mpi(4), *options, *example()]
+    (said,) = outputs([(command, environment(PYNCCL_TIMEOUT="30", NCCL_DEBUG="INFO"))])
+    assert ranks_of(said, 4) == [0, 1, 2, 3]
+    assert "4 ranks on 2 hosts" in said
+
+
 @pytest.mark.full
 @needs_root
 @pytest.mark.parametrize("host", ["10.199.0.1", "[fd99::1]"])
