@@ -82,6 +82,15 @@ def capi() -> ModuleType:
     return pynccl.capi
 
 
+def host_of(transport: str, process: int) -> int | None:
+    """Return the host of a process, if the transport has several."""
+    if transport == "tcp":
+        return process
+    if transport == "scattered":
+        return (0, 1, 0, 2)[process % 4]
+    return process % 2 if transport in ("mixed", "hosts", "flat") else None
+
+
 class HostMemory(Memory):
     def __init__(self, nbytes: int) -> None:
         self.array: Bytes = np.empty(max(nbytes, 1), np.uint8)
@@ -109,10 +118,8 @@ class CpuBackend(Backend):
         env |= {"PYNCCL_CPU_INIT_TIMEOUT": "30"}
         if transport == "shm":
             env["PYNCCL_CPU_DIRECT"] = "0"
-        if transport == "tcp":
-            env["NCCL_HOSTID"] = f"conformance-{process}"
-        if transport in ("mixed", "hosts", "flat"):
-            env["NCCL_HOSTID"] = f"conformance-{process % 2}"
+        if (host := host_of(transport, process)) is not None:
+            env["NCCL_HOSTID"] = f"conformance-{host}"
         if transport == "shown":
             env["PYNCCL_CPU_INLINE_BYTES"] = "0"
         if transport in ("hosts", "flat"):

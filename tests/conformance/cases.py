@@ -17,6 +17,25 @@ NRANKS = [1, 2, 3, 4, 8]
 # between pairs of ranks, for every size.
 TRANSPORTS = ["direct", "shm", "shown", "tcp", "threads", "mixed", "hosts", "flat"]
 
+# Larger groups, odd ones too, with each algorithm by choice and by force. "scattered": processes of one to
+# three threads on three hosts, whose ranks are neither neighbours nor equally many.
+MANY = [5, 7, 16, 17, 33]
+NO_HEADERS = {"PYNCCL_CPU_INLINE_BYTES": "0"}
+IN_PAIRS = NO_HEADERS | {"PYNCCL_CPU_SHOWN_BYTES": "0"}
+FORCES: dict[str, dict[str, str]] = {
+    "chosen": {},
+    "shown": NO_HEADERS,
+    "not shown": {"PYNCCL_CPU_SHOWN_BYTES": "0"},
+    "pairs": IN_PAIRS,
+    "hosts": NO_HEADERS,
+    "flat": IN_PAIRS | {"PYNCCL_CPU_BY_HOSTS": "0"},
+}
+ONE_HOST, SEVERAL_HOSTS = ("direct", "shm"), ("scattered", "tcp")
+PLACES = [
+    *((layout, force) for layout in ONE_HOST for force in ("chosen", "shown", "not shown", "pairs")),
+    *((layout, force) for layout in SEVERAL_HOSTS for force in ("chosen", "hosts", "flat")),
+]
+
 REDUCTIONS = ["AllReduce", "Reduce", "ReduceScatter"]
 MOVES = ["Broadcast", "AllGather", "AlltoAll", "Gather", "Scatter"]
 # Point-to-point: a ring in one group; every pair in one group, with sizes of its own; pairs without a group.
@@ -78,6 +97,23 @@ def small_cases() -> list[Case]:
         for case in all_cases()
         if case.count == 17 and case.in_place == (case.seed % 2 == 0 or case.function == "Bcast")
     ]
+
+
+def cases_of_many(nranks: int) -> list[Case]:
+    """Return every function with few, some and many bytes; the other values change from case to case."""
+    rng, cases = random.Random(nranks), []
+    for function in FUNCTIONS:
+        whole = function.removesuffix("Config") in ("AllReduce", "Reduce", "Broadcast", "Bcast")
+        for total in (17 * nranks, 20_011, 300_007):
+            count = total if whole else total // nranks
+            draws = (_drawn(rng, function, count) for _ in itertools.count())
+            cases.append(next(filter(is_valid, draws)))
+    return cases
+
+
+def _drawn(rng: random.Random, function: str, count: int) -> Case:
+    op, in_place = rng.choice([None, *OPS]), rng.random() < 0.5
+    return Case(function, rng.choice(list(DATATYPES)), op, in_place, count, rng.randrange(10_000))
 
 
 Row = tuple[str, str, str | None, bool, int, int, str]

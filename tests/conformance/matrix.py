@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from .backend import Backend, Bytes, Memory, capi
-from .cases import REDUCTIONS, ROOTED, Case
+from .cases import MOVES, REDUCTIONS, ROOTED, Case
 from .oracle import DATATYPES, OPS, SMALL, Array, Datatype, differences, distances, fill, reduce
 from .worker import Rank
 
@@ -348,3 +348,10 @@ def run_cases(rank: Rank, cases: Sequence[Case], layout: Layout) -> tuple[dict[i
         if problem:
             wrong[index] = problem
     return wrong, checksums
+
+
+def algorithms(rank: Rank) -> set[str]:
+    """Return the algorithms of the CPU library for small, middle and large calls of all collectives."""
+    comm, sizes = communicator(rank), (1, 1 << 16, 1 << 30)
+    calls = [(f"nccl{function}", size) for function in REDUCTIONS + MOVES for size in sizes]
+    return {capi().pyncclCpuGetAlgorithm(comm, *call)[0] for call in calls}

@@ -22,6 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import cycle, islice, pairwise
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,9 @@ def transport_layout(transport: str, nranks: int) -> list[list[int]]:
         return [list(range(nranks))]
     if transport in ("mixed", "hosts", "flat"):
         return [list(range(nranks))[i : i + 2] for i in range(0, nranks, 2)]
+    if transport == "scattered":
+        bounds = [sum(islice(cycle((1, 2, 3)), number)) for number in range(nranks + 1)]
+        return [list(range(a, min(b, nranks))) for a, b in pairwise(bounds) if a < nranks]
     return [[rank] for rank in range(nranks)]
 
 

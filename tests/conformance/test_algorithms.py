@@ -13,6 +13,8 @@ import pynccl
 from pynccl import capi, testing
 from pynccl._trace.dumps import read_all
 
+from .checks import algorithm_names
+
 LINE = re.compile(r'NCCL INFO (\w+) of (\d+) elements of (\d+) B: algorithm "(.+)", 4 ranks on \d hosts')
 LARGE = 300_000
 PAIRS = {"AllReduce": "shares", "Broadcast": "copies", "AllGather": "copies"}
@@ -110,6 +112,13 @@ def test_the_trace_says_what_the_log_says(tmp_path: Path, hosts: int, inline: in
         assert {"init", "all_reduce", "send", "recv", "barrier"} == {record.call for record in others}
         (member,) = read_all([dump]).members
         assert [record.algorithm for record in member.records] == [record.algorithm for record in records]
+
+
+def test_the_design_lists_all() -> None:
+    names, design = algorithm_names(), Path(pynccl.__file__).parent / "cpu" / "DESIGN.md"
+    rows = re.findall(r"^\| ([^|]+) \|", design.read_text(), re.M)
+    first = rows.index(names[0])
+    assert rows[first : first + len(names)] == names
 
 
 def derived(rank: int, nranks: int) -> list[str | None]:

@@ -7,56 +7,12 @@ function, datatype and operation once with little data.
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Sequence
 
 import pytest
 
-from .cases import NRANKS, TRANSPORTS, Case, all_cases, pairwise_cases, small_cases
-from .matrix import Layout, run_cases
-from .ranks import Pool, RanksFailed, transport_layout
-
-CHUNK = 256
-# A library that crashes or hangs this often has made its point.
-MAX_CRASHES = 8
-
-
-def layout_of(transport: str, nranks: int) -> Layout:
-    """Return where a transport's ranks are; backend.py says so to the library."""
-    if transport not in ("mixed", "hosts"):
-        return Layout()
-    hosts = [number % 2 for number, ranks in enumerate(transport_layout(transport, nranks)) for _ in ranks]
-    return Layout(hosts, 0) if transport == "hosts" else Layout(hosts)
-
-
-def check(pool: Pool, nranks: int, transport: str, cases: Sequence[Case], timeout: float = 120) -> None:
-    """Run the cases and fail with all that went wrong; one that kills the group does not hide the others."""
-    problems: list[str] = []
-    crashes, layout = 0, layout_of(transport, nranks)
-    todo = deque(list(cases[i : i + CHUNK]) for i in range(0, len(cases), CHUNK))
-    while todo and crashes < MAX_CRASHES:
-        chunk = todo.popleft()
-        if not chunk:
-            continue
-        try:
-            results = pool.get(nranks, transport).call(run_cases, chunk, layout, timeout=timeout)
-        except RanksFailed as error:
-            crashes += 1
-            index = min([int(note.split()[0]) for note in error.notes if note], default=0)
-            problems.append(f"{chunk[index]}: {error}")
-            todo.extendleft([chunk[index + 1 :], chunk[:index]])
-            continue
-        for rank, (wrong, _) in enumerate(results):
-            problems += [f"{chunk[index]} rank {rank}: {text}" for index, text in wrong.items()]
-        different = [
-            i for i, sums in enumerate(zip(*(sums for _, sums in results), strict=True)) if len(set(sums)) > 1
-        ]
-        problems += [f"{chunk[i]}: the ranks' results differ" for i in different]
-    shown = "\n".join(problems[:20])
-    assert not problems, (
-        f"{len(problems)} problems in {len(cases)} cases, {nranks} ranks over {transport}:\n{shown}"
-    )
-
+from .cases import NRANKS, TRANSPORTS, all_cases, pairwise_cases, small_cases
+from .checks import check
+from .ranks import Pool
 
 QUICK = {*((nranks, transport) for nranks in (2, 3, 4) for transport in TRANSPORTS), (8, "direct")}
 GROUPS = [
