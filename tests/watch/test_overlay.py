@@ -12,6 +12,7 @@ import os
 import random
 import re
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -22,8 +23,12 @@ import numpy as np
 import pytest
 
 import pynccl
+from conftest import ROOT
 from cutting import meet, who
+from hosts import needs_root
+from launchers import environment
 from meeting import failure, hear, publish, state, tell, together, until
+from processes import completed
 from pynccl import (
     CollectiveMismatchError,
     Communicator,
@@ -363,6 +368,47 @@ def checked(rank: int, nranks: int) -> float:
 @pytest.mark.parametrize("nranks", [2, 5, 7, 9])
 def test_check_mode_lets_pass_what_matches(nranks: int) -> None:
     assert run(nranks, checked, backend="cpu", env=CHECK, timeout=60) == [nranks] * nranks
+
+
+COUNTED = """
+import numpy as np
+import pynccl
+from pynccl.testing import run
+from scale import segments
+
+CALLS = 50
+
+def work(rank, nranks):
+    with pynccl.init(timeout=60) as comm:
+        ones = np.ones(100, np.float32)
+        comm.all_reduce(ones)
+        comm.barrier()
+        before = segments()
+        comm.barrier()
+        for _ in range(CALLS):
+            comm.all_reduce(ones)
+        comm.barrier()
+        return segments() - before
+
+if __name__ == "__main__":
+    for nranks in (4, 64):
+        print(run(nranks, work, backend="cpu", threads=nranks // 4, timeout=60)[0] / CALLS / nranks)
+"""
+
+
+@pytest.mark.slow
+@needs_root
+def test_check_mode_sends_little_more_at_64_ranks_than_at_4(tmp_path: Path) -> None:
+    """In a network of its own, whose TCP segments are counted: times depend on the machine's load."""
+    (tmp_path / "counted.py").write_text(COUNTED)
+    path = os.pathsep.join([str(ROOT / "benchmarks"), str(ROOT), *sys.path])
+    up = ["unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
+    command = [*up, sys.executable, str(tmp_path / "counted.py")]
+    done = completed(command, env=environment(PYNCCL_CHECK="1", PYTHONPATH=path), timeout=60)
+    few, many = map(float, done.stdout.split())
+    # log2(n) messages of each rank and what confirms them: three times as many.
+    assert 1 < few < 8, done.stderr
+    assert many < 6 * few
 
 
 def leaves_a_message(rank: int, nranks: int, rounds: int) -> None:
