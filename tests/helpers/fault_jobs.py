@@ -22,7 +22,7 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 from _tables import table as laid_out
-from fault_schedules import FITS, LATER, PAIRS, RECOVERY, Schedule, draw, expected
+from fault_schedules import FITS, LARGE, LATER, MOST_HOSTS, PAIRS, RECOVERY, Schedule, draw, expected
 from pynccl._trace.dumps import read_all
 from pynccl._trace.findings import explain
 from pynccl.bootstrap._store import StoreServer
@@ -271,8 +271,11 @@ def table(verdicts: Iterable[Verdict]) -> str:
     return laid_out(("fault", "stage", "the other ranks", "schedules"), rows, "left")
 
 
-def report(verdicts: list[Verdict], first: int) -> str:
+def report(verdicts: list[Verdict]) -> str:
     """Return the table with what it is of."""
+    large = [v.schedule.seed for v in verdicts if v.schedule.seed >= LARGE]
+    small = [v.schedule.seed for v in verdicts if v.schedule.seed < LARGE]
+    runs = [f"{min(seeds)} to {max(seeds)}" for seeds in (small, large) if seeds]
     fired = [v for v in verdicts if v.fired]
     wrong = sum(bool(v.problems) for v in verdicts)
     pairs = len({(v.schedule.fault, v.schedule.stage) for v in fired})
@@ -281,11 +284,12 @@ def report(verdicts: list[Verdict], first: int) -> str:
         [
             "# Random fault schedules",
             "",
-            f"`python tests/helpers/fault_schedules.py --first {first} --count {len(fired)}` on "
-            f"{datetime.datetime.now(datetime.timezone.utc).date()}: seeds {first} to "
-            f"{max(v.schedule.seed for v in verdicts)}, {len(verdicts)} schedules run,",
+            f"`python tests/helpers/fault_schedules.py` on "
+            f"{datetime.datetime.now(datetime.timezone.utc).date()}: seeds {' and '.join(runs)}, "
+            f"{len(verdicts)} schedules run,",
             f"{len(fired)} whose fault fired (the others are not counted), {wrong} with anything wrong; "
             f"{pairs} of {len(PAIRS)} pairs of fault and stage;",
+            f"{len(large)} schedules are of large jobs, on up to {MOST_HOSTS} hosts;",
             f"`pynccl trace` was asked about {sum(v.traced for v in fired)} of them. Ranks: "
             + ", ".join(f"{n} in {sizes[n]}" for n in sorted(sizes))
             + ". What they are: [hangs](../../docs/hangs.md).",
@@ -303,7 +307,8 @@ def main() -> None:
     parser.add_argument("--stage", help="only schedules of this stage")
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--count", type=int, default=100, help="how many")
-    parser.add_argument("--lanes", type=int, default=LANES, help="how many at a time")
+    parser.add_argument("--large", type=int, default=0, help="how many of large jobs over hosts, besides")
+    parser.add_argument("--lanes", type=int, default=LANES, help="how many at a time; half for large jobs")
     parser.add_argument("--table", type=Path, help="write the table here")
     args = parser.parse_args()
     seeds = args.seed or list(range(args.first, args.first + args.count))
@@ -311,6 +316,7 @@ def main() -> None:
         every = range(args.first, args.first + 100 * len(PAIRS))
         fits = [n for n in every if draw(n).fault == (args.fault or draw(n).fault)]
         seeds = [n for n in fits if draw(n).stage == (args.stage or draw(n).stage)][: args.count]
+    large = [] if args.seed else list(range(LARGE + args.first, LARGE + args.first + args.large))
     start = time.monotonic()
 
     verdicts: list[Verdict] = []
@@ -319,14 +325,15 @@ def main() -> None:
         verdicts.append(verdict)
         # What a long run has so far.
         if args.table and len(verdicts) % 50 == 0:
-            args.table.write_text(report(list(verdicts), min(seeds)))
+            args.table.write_text(report(list(verdicts)))
         if args.seed or verdict.problems or not verdict.fired:
             print(verdict, flush=True)
 
-    with Runner(args.lanes, tell) as runner:
-        spare = iter(range(max(seeds) + 1, 1 << 30))
-        runner.run_fired(seeds, spare)
-    text = report(verdicts, min(seeds))
+    for some, lanes in ((seeds, args.lanes), (large, max(1, args.lanes // 2))):
+        if some:
+            with Runner(lanes, tell) as runner:
+                runner.run_fired(some, iter(range(max(some) + 1, 1 << 30)))
+    text = report(verdicts)
     print(text if not args.seed else "", f"{time.monotonic() - start:.0f} s")
     if args.table:
         args.table.write_text(text)

@@ -27,7 +27,7 @@ import numpy as np
 
 import pynccl
 import pynccl.bootstrap._init
-from fault_schedules import IN_A_CALL, RECOVERY, REDUCING, Schedule, draw, wrong_work
+from fault_schedules import BY_PARTS, BY_TIME, IN_A_CALL, RECOVERY, REDUCING, Schedule, draw, wrong_work
 from meeting import census, starved
 from pynccl import Communicator, Plan, RankFailedError, capi
 from pynccl._library.binding import lib
@@ -57,7 +57,7 @@ class Left(Exception):
 def inputs(work: dict[str, Any], size: int) -> Array:
     """Return what every rank sends, by rows."""
     name, count = work["name"], work["count"]
-    length = count * (size if name in ("reduce_scatter", "all_to_all", "scatter") else 1)
+    length = count * (size if name in BY_PARTS else 1)
     values = (np.arange(length)[None, :] * 7 + np.arange(size)[:, None] * 13 + 1) % 101
     return values.astype(work["dtype"])
 
@@ -458,14 +458,14 @@ class Rank:
 # --- a process ----------------------------------------------------------------------------------------------
 
 
-def leavings(before: tuple[Counter[str], Counter[str]], stopped: int) -> list[str]:
-    """Return what has come since and does not go by itself."""
+def leavings(before: tuple[Counter[str], Counter[str]], stopped: int, settling: float) -> list[str]:
+    """Return what has come since and does not go by itself in so many seconds."""
     # What a process has once, from its first communicator to its end.
     allowed = Counter({"python": sum(thread.name == "pynccl-exit" for thread in threading.enumerate())})
     allowed["pynccl-service"] = 1
     # A line to a stopped process closes when that process continues or ends.
     service = Counter({"anon_inode": 3, "socket": 2 + stopped})
-    deadline = time.monotonic() + SETTLING
+    deadline = time.monotonic() + settling
     # Tracebacks hold the arrays of the calls that raised.
     gc.collect()
     while True:
@@ -499,6 +499,12 @@ def be_rank(job: dict[str, Any], rank: int) -> None:
         PYNCCL_LIBRARY="cpu",
         TMPDIR=str(folder / "tmp"),
     )
+    if s.hosts:
+        os.environ.update(
+            NCCL_HOSTID=f"host{s.hosts[rank]}",
+            PYNCCL_CPU_DIRECT=str(int(s.direct)),
+            PYNCCL_MESH_RANKS=str(s.mesh),
+        )
     if s.check:
         os.environ["PYNCCL_CHECK"] = "1"
     if s.traced:
@@ -511,13 +517,15 @@ def be_rank(job: dict[str, Any], rank: int) -> None:
     _meet(folder, rank, s.nranks)
     one = Rank(s, rank, folder)
     what, ranks, text = one.run()
+    # The line to a process stays while a rank there waits in the communicator.
+    settling = SETTLING + (s.timeout if s.fault in BY_TIME else 0.0)
     answer = {
         "kind": what,
         "ranks": ranks,
         "text": text,
         "at": one.at,
         "starved": one.starved,
-        "left": leavings(before, len(s.victims) if s.fault == "stopped" else 0),
+        "left": leavings(before, len(s.victims) if s.fault == "stopped" else 0, settling),
     }
     (folder / f"result{rank}").write_text(json.dumps(answer))
 

@@ -1,7 +1,7 @@
 """Random fault schedules: one fault at one stage of a small job, drawn from a seed, and what each rank owes.
 
-`python tests/helpers/fault_schedules.py --seed 7` runs one and prints it, `--count 1000 --table FILE` makes a
-table.
+`python tests/helpers/fault_schedules.py --seed 7` runs one and prints it, `--count 1000 --large 220
+--table FILE` makes a table.
 What is expected follows from the schedule alone. The ranks run fault_ranks.py, and fault_jobs.py runs them.
 """
 
@@ -21,6 +21,9 @@ RECOVERY = "recovery"
 CALLS = tuple(stage for stage in OPERATIONS if stage != "barrier")
 ROOTED = tuple(stage for stage in CALLS if stage != "group")
 LATER = tuple(stage for stage in STAGES if not stage.startswith(("before", "in the library")))
+
+# Seeds from here on draw jobs of so many ranks, on up to so many hosts; the others have one host.
+LARGE, FEWEST, MOST, MOST_HOSTS = 2_000_000, 8, 32, 9
 
 # Which faults fit which stages.
 FITS: dict[str, tuple[str, ...]] = {
@@ -58,6 +61,7 @@ IN_A_CALL = ("killed in a call", "connections dropped", "call fails", "slow in a
 BY_TIME = ("too slow", "too slow in a call", "stopped", "destroy", *WRONG)
 
 REDUCING = ("all_reduce", "reduce", "reduce_scatter")
+BY_PARTS = ("reduce_scatter", "all_to_all", "scatter")
 COLLECTIVES = (*REDUCING, "broadcast", "all_gather", "all_to_all", "gather", "scatter")
 RESULTS = {
     "ncclUnhandledCudaError": "NcclUnhandledCudaError",
@@ -99,6 +103,11 @@ class Schedule:
     call: int
     seconds: float
     work: dict[str, Any]
+    # By rank; empty: all ranks are on this host, which is not renamed.
+    hosts: tuple[int, ...]
+    direct: bool
+    # Up to so many ranks the control channel connects each to each.
+    mesh: int
 
     def __str__(self) -> str:
         who = " and ".join(map(str, self.victims))
@@ -109,6 +118,9 @@ class Schedule:
         extra += [self.result] if self.fault == "call fails" else []
         extra += ["check mode"] if self.check else []
         extra += ["the others shrink"] if self.recovers else []
+        extra += [f"{len(set(self.hosts))} hosts"] if self.hosts else []
+        extra += ["no direct reads"] if not self.direct else []
+        extra += [f"PYNCCL_MESH_RANKS={self.mesh}"] if self.hosts else []
         return (
             f"seed {self.seed}: {self.fault}, {self.stage}: rank {who} of {self.nranks} ({', '.join(extra)})"
         )
@@ -116,13 +128,14 @@ class Schedule:
 
 def draw(seed: int) -> Schedule:
     """Return the schedule of a seed; each pair of fault and stage comes up once in so many seeds."""
-    order = list(PAIRS)
-    random.Random(seed // len(PAIRS)).shuffle(order)
-    fault, stage = order[seed % len(PAIRS)]
+    order, large = list(PAIRS), seed >= LARGE
+    turn, place = divmod(seed - LARGE if large else seed, len(PAIRS))
+    random.Random(LARGE + turn if large else turn).shuffle(order)
+    fault, stage = order[place]
     rng = random.Random(f"fault schedule {seed}")
     recovery = stage == RECOVERY
     least = 2 + (fault == "two killed") + recovery + (fault == "other peer")
-    nranks = rng.randint(least, 8)
+    nranks = rng.randint(FEWEST, MOST) if large else rng.randint(least, FEWEST)
     ranks = rng.sample(range(nranks), nranks)
     before = ranks.pop() if recovery else None
     victims = tuple(ranks.pop() for _ in range(1 + (fault == "two killed")))
@@ -133,7 +146,7 @@ def draw(seed: int) -> Schedule:
         "finalize",
     )
     late = rng.choice(ranks) if ranks and can_be_late and rng.random() < 0.5 else None
-    timeout = rng.choice((2.0, 2.25, 2.5)) if fault in BY_TIME else 15.0
+    timeout = rng.choice((4.0, 4.5, 5.0) if large else (2.0, 2.25, 2.5)) if fault in BY_TIME else 15.0
     many = 2 if stage in ("group", "plan") else 1
     first = CALLS_OF_INIT + 1 + (0 if stage in ("first collective", RECOVERY) else CALLS_OF_WORK)
     return Schedule(
@@ -154,7 +167,14 @@ def draw(seed: int) -> Schedule:
         call=first + rng.randrange(many),
         seconds=timeout + 1 if fault.startswith("too") else rng.uniform(0.05, 0.3),
         work=_work(rng, fault, stage, nranks),
+        **(_places(rng, nranks) if large else {"hosts": (), "direct": True, "mesh": MOST}),
     )
+
+
+def _places(rng: random.Random, nranks: int) -> dict[str, Any]:
+    count = rng.randint(1, min(nranks, MOST_HOSTS))
+    hosts = tuple(rng.randrange(count) for _ in range(nranks))
+    return {"hosts": hosts, "direct": rng.random() < 0.5, "mesh": rng.choice((4, MOST))}
 
 
 def _work(rng: random.Random, fault: str, stage: str, nranks: int) -> dict[str, Any]:
@@ -165,9 +185,11 @@ def _work(rng: random.Random, fault: str, stage: str, nranks: int) -> dict[str, 
         names = ("broadcast", "reduce")
     elif fault in WRONG:
         names = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+    name, count = rng.choice(names), rng.choice((1, 24, 1000, 30_000))
     return {
-        "name": rng.choice(names),
-        "count": rng.choice((1, 24, 1000, 30_000)),
+        "name": name,
+        # Every rank knows what all ranks send.
+        "count": min(count, 2_000_000 // nranks**2) if name in BY_PARTS else count,
         "dtype": rng.choice(("float32", "int32", "float64", "int64")),
         "op": rng.choice(("sum", "max", "min")),
         "root": rng.randrange(nranks),
