@@ -425,6 +425,10 @@ void pynccl_ask_all(pynccl_watch* w) {
   pynccl_flood(w, &ask);
 }
 
+void pynccl_ask_before(pynccl_watch* w, int64_t waited, int64_t limit) {
+  if (waited > limit - pynccl_silence(w) && waited > limit / 2) pynccl_ask_all(w);
+}
+
 int pynccl_watch_neighbours(int size, int mesh, int* steps) {
   int count = 0;
   for (int step = 1; step < size; step = size <= mesh ? step + 1 : 2 * step)

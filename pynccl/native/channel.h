@@ -27,8 +27,8 @@
 // - Such a frame can be lost only if the rank that has it is cut off: only ranks that have left are around
 // it, or around it and others. The receiver then sees ranks that have left or are hidden, and have no
 // neighbour among those that it can reach. Check mode compares messages only between neighbours from then on.
-// - Heartbeats go to neighbours only. To learn whether a rank further away responds, a rank asks all, at most
-// once in a heartbeat's time; each passes the question on, if it has not just done so, and tells its news.
+// - Heartbeats go to neighbours only. To learn whether others respond, a rank asks all, at most once in
+// QUESTION_NS; each passes the question on, if it has not just done so, and tells its news.
 // - Sealing is between neighbours: who passes a frame on seals it anew, and every rank has the secret.
 #pragma once
 
@@ -303,8 +303,10 @@ void pynccl_pass_last(pynccl_watch* w);
 void pynccl_learn(pynccl_watch* w, const pynccl_news* news, int from);
 // Tell the neighbours all that is new.
 void pynccl_tell_news(pynccl_watch* w);
-// Ask ranks that are no neighbours whether they respond, unless a question is on its way.
+// Ask all ranks whether they respond, unless a question is on its way.
 void pynccl_ask_all(pynccl_watch* w);
+// The same shortly before a wait times out: then it is known who does not respond.
+void pynccl_ask_before(pynccl_watch* w, int64_t waited, int64_t limit);
 // A question has come. Returns whether to pass it on.
 int pynccl_asked(pynccl_watch* w);
 // Check whether the processes of ranks without a connection have ended.

@@ -405,6 +405,7 @@ int pynccl_check_wait(pynccl_watch* w) {
       pynccl_check_timed_out(w, limit);
       continue;
     }
+    pynccl_ask_before(w, now - start, limit);
     pynccl_await(now + 100 * MS);
     // Let Python handle signals.
     if (pynccl_locate && pynccl_now() - polled > 100 * MS) {

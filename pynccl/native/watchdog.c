@@ -92,8 +92,7 @@ static void pynccl_inspect(pynccl_watch* w, int64_t now) {
   const int inside = in_call_for > w->timeout;
   if (waited <= w->timeout) {
     w->late = 0;
-    // At the time-out it is then known who does not respond.
-    if (waited > w->timeout - pynccl_silence(w) && waited > w->timeout / 2) pynccl_ask_all(w);
+    pynccl_ask_before(w, waited, w->timeout);
     return;
   }
   if (!w->late) w->late = pynccl_watchdog.awake;

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from conftest import clean_environment
+from launchers import PYNCCL_RUN
 from processes import completed
 
 RANKS = """
@@ -106,7 +107,7 @@ def test_yama_is_asked_for_the_launchers_processes(
     if how == "no direct reads":
         environment["PYNCCL_CPU_DIRECT"] = "0"
     options = ["--direct"] if how in ("run --direct", "no direct reads") else []
-    command = [sys.executable, "-m", "pynccl", "run", "-n", "2", *options, str(program)]
+    command = [*PYNCCL_RUN, "-n", "2", *options, str(program)]
     done = completed(command, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     asked = [tuple(map(int, line.split())) for line in requests.read_text().splitlines()]
@@ -131,7 +132,7 @@ def test_direct_under_yama(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text("import pynccl\nwith pynccl.init() as comm:\n    comm.barrier()\n")
     environment = clean_environment() | {"PYNCCL_LIBRARY": "cpu", "NCCL_DEBUG": "INFO"}
-    command = [sys.executable, "-m", "pynccl", "run", "-n", "2"]
+    command = [*PYNCCL_RUN, "-n", "2"]
     for options, expected in ([], 0), (["--direct"], 2):
         done = completed([*command, *options, str(program)], env=environment)
         assert (done.stdout + done.stderr).count("direct reads") == expected
