@@ -337,7 +337,8 @@ class StoreServer:
 
     def _read_wills(self, connection: _Connection) -> None:
         """A client that ends while its request waits may have cancelled its will behind that request."""
-        with suppress(ValueError, struct.error, _Refused):
+        # The answer may meet a connection that was reset.
+        with suppress(OSError, ValueError, struct.error):
             while connection.trusted and (frame := connection.next_frame()) is not None:
                 if frame[0] == f.WILL:
                     self._request(connection, frame)

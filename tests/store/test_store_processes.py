@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -21,7 +22,7 @@ import pytest
 from meeting import free_port
 from processes import piped
 from pynccl import BootstrapError
-from pynccl.bootstrap import Store, StoreServer
+from pynccl.bootstrap import Store, StoreServer, _store
 
 SECRET = "a secret of these tests"
 
@@ -308,6 +309,24 @@ def test_a_close_cancels_a_will_while_the_store_owes_an_answer(secret: str) -> N
         server.send_signal(signal.SIGCONT)
         with pytest.raises(TimeoutError):
             other.get("lost", 1.5)
+
+
+def test_a_reset_behind_a_cancelled_will_ends_no_server() -> None:
+    with StoreServer(secret=SECRET) as server, Store(server.address, SECRET, timeout=10) as other:
+        store = Store(server.address, SECRET, timeout=10)
+        store.will("lost", b"died")
+        connection = store._connection
+        assert connection is not None
+        waits = _store._frame(_store.f.GET, "never", _store.f.INT64.pack(60_000))
+        connection.ask(waits, time.monotonic() + 5)
+        store._withdraw_unheard(connection)
+        time.sleep(0.2)
+        # The close resets the connection.
+        connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        connection.sock.close()
+        with pytest.raises(TimeoutError):
+            other.get("lost", 1.0)
+        other.set("still", b"there")
 
 
 def test_a_will_changes_nothing_that_is_set() -> None:
