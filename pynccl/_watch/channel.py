@@ -47,7 +47,7 @@ _TEXT = 256
 _SIOCGIFADDR = 0x8915
 _GREETING = struct.Struct(f"!{_KEY}s{_KEY}s{_KEY}sIQ?I")
 # The variable that says up to how many ranks the channel connects any two.
-_MESH, _MESH_RANKS, _MOST_MESH = "PYNCCL_MESH_RANKS", 8, 1 << 16
+_MESH, _MESH_RANKS, _MOST_MESH = "PYNCCL_MESH_RANKS", 32, 1 << 16
 
 # The host of the rendezvous that the last pynccl.init named, rather than the launcher's variables.
 _met_at = ""

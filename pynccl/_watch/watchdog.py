@@ -241,6 +241,10 @@ class Watch:
         """If ranks have left without closing the communicator, make that the verdict, and return it."""
         return self.expire(what) if lib.PYNCCL_ENDS in self._departures() else None
 
+    def ask(self) -> None:
+        """Shortly before a time-out, ask the other ranks whether they respond."""
+        lib.pynccl_watch_ask(self.c)
+
     def hear(self) -> None:
         """At a time-out, hear whether the other ranks respond."""
         lib.pynccl_watch_hear(self.c)

@@ -28,7 +28,7 @@ from pynccl.bootstrap._address import format_address as format_address
 from pynccl.bootstrap._address import parse_address as parse_address
 from pynccl.bootstrap._address import resolve
 from pynccl.bootstrap._frames import MAX_FRAME as MAX_FRAME
-from pynccl.bootstrap._peer import SockDiag, why_not
+from pynccl.bootstrap._peer import GONE, SockDiag, why_not
 from pynccl.bootstrap._server import StoreServer as StoreServer
 from pynccl.bootstrap._server import resolve_job
 
@@ -100,6 +100,9 @@ class Connection:
         if not self._scheme.secured:
             with closing(SockDiag()) as diag:
                 reason = why_not(self.sock, diag)
+            if reason == GONE:
+                # A store that ends: the next one may listen at this address soon.
+                raise ConnectionError(reason)
             if reason:
                 raise BootstrapError(
                     f"{reason}, so it may not be the job's store; "

@@ -318,9 +318,11 @@ static void pynccl_freshen(pynccl_watch* w, int rank) {
 
 void pynccl_beat(pynccl_watch* w) {
   const pynccl_frame beat = {.kind = FRAME_NEWS, .code = 1, .news = {pynccl_news_of(w, w->rank)}};
-  // A peer that does not read needs no second heartbeat.
-  for (int r = 0; r < w->size; ++r)
+  for (int i = 0; i < w->beat_count; ++i) {
+    const int r = (w->rank + w->beats[i]) % w->size;
+    // A peer that does not read needs no second heartbeat.
     if (!w->peers[r].output_bytes) pynccl_send_frame(w, r, &beat);
+  }
 }
 
 void pynccl_depart(pynccl_watch* w, int departure) {
@@ -423,6 +425,13 @@ void pynccl_ask_all(pynccl_watch* w) {
   if (!w->connected || !w->listed || !pynccl_asked(w)) return;
   pynccl_frame ask = {.kind = FRAME_ASK, .to = TO_ALL};
   pynccl_flood(w, &ask);
+}
+
+void pynccl_watch_ask(pynccl_comm* comm) {
+  if (!comm->watch) return;
+  pthread_mutex_lock(&pynccl_watchdog.lock);
+  pynccl_ask_all(comm->watch);
+  pthread_mutex_unlock(&pynccl_watchdog.lock);
 }
 
 void pynccl_ask_before(pynccl_watch* w, int64_t waited, int64_t limit) {

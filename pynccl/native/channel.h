@@ -27,8 +27,9 @@
 // - Such a frame can be lost only if the rank that has it is cut off: only ranks that have left are around
 // it, or around it and others. The receiver then sees ranks that have left or are hidden, and have no
 // neighbour among those that it can reach. Check mode compares messages only between neighbours from then on.
-// - Heartbeats go to neighbours only. To learn whether others respond, a rank asks all, at most once in
-// QUESTION_NS; each passes the question on, if it has not just done so, and tells its news.
+// - Heartbeats go to those neighbours only that there are without a mesh. To learn whether others respond, a
+// rank asks all, at most once in QUESTION_NS; each passes the question on, if it has not just done so, and
+// tells its news.
 // - Sealing is between neighbours: who passes a frame on seals it anew, and every rank has the secret.
 #pragma once
 
@@ -200,6 +201,8 @@ struct pynccl_watch {
   int mesh;           // all ranks are neighbours
   int* steps;         // to the neighbours: the differences of their numbers
   int step_count;
+  int* beats;  // the same to those that get heartbeats: few, also in a mesh
+  int beat_count;
   int departure;      // of this rank
   uint64_t sequence;  // of its last flooded frame
   int* ways;      // for each rank the neighbour over which frames reach it, -1: none; then room for a search

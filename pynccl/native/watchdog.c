@@ -316,7 +316,7 @@ void pynccl_watch_unreserve(void) {
 int pynccl_watch_start(pynccl_comm* comm, const int* sockets, int mesh, int64_t timeout_ms, int on_failure,
                        uintptr_t context, const pynccl_sealing* sealing) {
   pynccl_watch* w = calloc(1, sizeof *w + (size_t)comm->size * sizeof(pynccl_peer));
-  if (w) w->steps = calloc((size_t)comm->size, sizeof *w->steps);
+  if (w) w->steps = calloc(2 * (size_t)comm->size, sizeof *w->steps);
   if (w && w->steps) w->ways = calloc(2 * (size_t)comm->size, sizeof *w->ways);
   if (!w || !w->ways) {
     if (w) free(w->steps);
@@ -333,6 +333,8 @@ int pynccl_watch_start(pynccl_comm* comm, const int* sockets, int mesh, int64_t 
   w->question = QUESTION_NS * ((w->size + PYNCCL_FAST_RANKS - 1) / PYNCCL_FAST_RANKS);
   w->mesh = w->size <= mesh;
   w->step_count = pynccl_watch_neighbours(w->size, mesh, w->steps);
+  w->beats = w->steps + w->size;
+  w->beat_count = pynccl_watch_neighbours(w->size, 0, w->beats);
   w->handle = comm->handle;
   w->last_kind = -1;
   w->stale = 1;

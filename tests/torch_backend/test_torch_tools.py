@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -160,6 +161,34 @@ def test_a_rank_that_does_not_suspend(rank: int, nranks: int, tmp_path: Path) ->
     else:
         store.wait(["interrupted"])
         missed(1.5, backend.suspend, "given up by rank 0 of group '0'.*KeyboardInterrupt")
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow  # each rank imports torch
+@on_ranks(2, timeout=200)
+def test_threads_suspend_groups_of_their_own(rank: int, nranks: int, tmp_path: Path) -> None:
+    """Ranks wait for each other without the GIL, which the thread of another group needs."""
+    start(rank, nranks, str(tmp_path), seconds=20)
+    failed: list[BaseException] = []
+
+    def often(group: Any) -> None:
+        try:
+            x = torch.ones(3)
+            dist.all_reduce(x, group=group)
+            backend = group._get_backend(torch.device("cpu"))
+            for _ in range(20):
+                backend.suspend()
+                backend.resume()
+        except BaseException as error:
+            failed.append(error)
+
+    groups = [dist.new_group([0, 1]) for _ in range(2)]
+    threads = [threading.Thread(target=often, args=(group,)) for group in groups]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed
     dist.destroy_process_group()
 
 

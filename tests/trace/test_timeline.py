@@ -118,7 +118,7 @@ def test_a_hang(run_python: Run, tmp_path: Path, chromium: Browser) -> None:
         chromium.mouse("mouseWheel", left + width / 2, top + height / 2, deltaX=0, deltaY=120)
     seen: list[str] = []
     # How many it takes depends on how long the calls took.
-    for _ in range(30):
+    for _ in range(100):
         chromium.mouse("mousePressed", left + width / 4, top + height / 2, button="left", clickCount=1)
         for share in (0.5, 0.9):
             chromium.mouse("mouseMoved", left + width * share, top + height / 2, button="left", buttons=1)

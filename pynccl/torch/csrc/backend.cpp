@@ -525,6 +525,9 @@ void Backend::finish_all(const std::string& name) {
 
 // NCCL has no time-out for such a call: the ranks have met before.
 void Backend::for_each_comm(const std::string& name, const CommCall& call) {
+  // The other ranks' threads may need the GIL before they come.
+  std::unique_ptr<pybind11::gil_scoped_release> release;
+  if (PyGILState_Check()) release = std::make_unique<pybind11::gil_scoped_release>();
   for (auto& lane : all_lanes()) {
     if (!lane->comm || lane->paired) continue;
     bounded(

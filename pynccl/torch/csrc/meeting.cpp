@@ -106,6 +106,11 @@ void Backend::meet(const std::string& name, const std::vector<int>& ranks,
   };
   auto timed_out = [&] {
     const auto ranks = late();
+    if (ranks.empty())
+      return c10::str(
+          "pynccl: Timed out waiting ", limit.count(), "ms for ", name, " on ", here(),
+          "; all ranks have called it, and the last of them did not say so in time. The group is as "
+          "it was.");
     return c10::str("pynccl: Timed out waiting ", limit.count(), "ms for ", name, " on ", here(),
                     "; it waits for ", ranks.size() > 1 ? "calls of ranks " : "a call of rank ",
                     c10::Join(", ", ranks), ". No rank has begun it: the group is as it was.");
