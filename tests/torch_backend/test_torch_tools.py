@@ -41,6 +41,16 @@ def start(rank: int, size: int, folder: str, seconds: float = 30) -> Any:
 # --- the profiler ---
 
 
+def events_of(folder: Path, rank: int) -> list[dict[str, Any]]:
+    events: list[dict[str, Any]] = json.loads((folder / f"{rank}.json").read_text())["traceEvents"]
+    return events
+
+
+def described(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return what the profiler was told of each operation."""
+    return [event["args"] for event in events if event.get("name") == "record_param_comms"]
+
+
 def profiled(rank: int, size: int, folder: str) -> None:
     start(rank, size, folder)
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as found:
@@ -56,10 +66,10 @@ def profiled(rank: int, size: int, folder: str) -> None:
 def test_the_profiler_shows_what_was_called(tmp_path: Path) -> None:
     testing.run(3, profiled, str(tmp_path), backend="cpu", timeout=200)
     for rank in range(3):
-        events = json.loads((tmp_path / f"{rank}.json").read_text())["traceEvents"]
+        events = events_of(tmp_path, rank)
         names = [event.get("name") for event in events]
         assert "pynccl:all_gather_into_tensor" in names and "pynccl:barrier" in names
-        gathered, barrier = (event["args"] for event in events if event.get("name") == "record_param_comms")
+        gathered, barrier = described(events)
         assert gathered["Collective name"] == "_allgather_base"
         assert (gathered["In msg nelems"], gathered["Out msg nelems"]) == (5, 15)
         assert (gathered["dtype"], gathered["Group size"]) == ("Long", 3)
@@ -92,12 +102,7 @@ def profiled_forms(rank: int, size: int, folder: str) -> None:
 def test_the_profiler_shows_what_processgroupnccl_would_show(tmp_path: Path) -> None:
     testing.run(4, profiled_forms, str(tmp_path), backend="cpu", timeout=200)
     for rank in range(4):
-        events = json.loads((tmp_path / f"{rank}.json").read_text())["traceEvents"]
-        shown = {
-            event["args"]["Collective name"]: event["args"]
-            for event in events
-            if event.get("name") == "record_param_comms"
-        }
+        shown = {args["Collective name"]: args for args in described(events_of(tmp_path, rank))}
         if rank != 2:
             # The stride of uneven ranks is -1, from which torch makes no list.
             assert shown["allreduce"]["Process Group Ranks"] == "[]"
