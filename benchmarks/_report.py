@@ -67,11 +67,11 @@ class Row:
 
 @dataclass(frozen=True)
 class Target:
-    """One bound of the project's speed targets at one size, and what was reached."""
+    """One bound of the project's speed targets, at one size if it has one, and what was reached."""
 
     name: str
     ranks: int
-    nbytes: int
+    nbytes: int | None
     needed: float
     reached: float | None
     at_most: bool = False
@@ -86,8 +86,9 @@ class Target:
 
     def line(self) -> list[str]:
         """Return the cells of its line."""
+        size = [] if self.nbytes is None else [size_text(self.nbytes)]
         bound = f"{'<=' if self.at_most else '>='} {self.needed:g}"
-        return [self.name, str(self.ranks), size_text(self.nbytes), bound, number(self.reached), self.verdict]
+        return [self.name, str(self.ranks), *size, bound, number(self.reached), self.verdict]
 
 
 def targets(rows: Iterable[Row]) -> list[Target]:
@@ -105,7 +106,7 @@ def targets(rows: Iterable[Row]) -> list[Target]:
             found.append(Target("bandwidth over Open MPI's", n, size, needed, row.ratio("pynccl", "openmpi")))
         needed = 5 if size <= MIB else 2.5
         found.append(Target("bandwidth over Gloo's", n, size, needed, row.ratio("pynccl", "gloo")))
-    return sorted(found, key=lambda target: (target.name, target.ranks, target.nbytes))
+    return sorted(found, key=lambda target: (target.name, target.ranks, target.nbytes or 0))
 
 
 def size_text(nbytes: int) -> str:

@@ -24,7 +24,7 @@ import numpy as np
 
 import pynccl
 from _machine import describe
-from _report import number, table
+from _report import Target, number, table
 from pynccl import testing
 
 SITE = Path(__file__).resolve().parents[1] / "tools" / "site"
@@ -169,8 +169,8 @@ def model(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
     return found
 
 
-def targets(rows: list[dict[str, Any]]) -> list[list[str]]:
-    """Return the lines of the table of targets."""
+def targets(rows: list[dict[str, Any]]) -> list[Target]:
+    """Compare the rows with the bounds that are set for scale."""
     by_ranks = {row["ranks"]: row for row in rows}
 
     def value(ranks: int, key: str) -> float | None:
@@ -182,17 +182,7 @@ def targets(rows: list[dict[str, Any]]) -> list[list[str]]:
         ("death noticed, s", 1024, 2.0, value(1024, "death")),
         ("all_reduce in check mode, over that of 4 ranks", 64, 3.0, many / few if many and few else None),
     ]
-    return [
-        [name, str(ranks), f"<= {most:g}", number(reached), verdict(most, reached)]
-        for name, ranks, most, reached in wanted
-    ]
-
-
-def verdict(most: float, reached: float | None) -> str:
-    """Say whether a target is met."""
-    if reached is None:
-        return "not measured"
-    return "met" if reached <= most else "NOT MET"
+    return [Target(name, ranks, None, most, reached, at_most=True) for name, ranks, most, reached in wanted]
 
 
 def document(
@@ -208,7 +198,8 @@ def document(
     lines += [table(["ranks", *QUANTITIES], cells), ""]
     lines += [f"- {row['ranks']} ranks, {failure}" for row in rows for failure in row["failures"]]
     lines += ["", "## Targets", ""]
-    lines += [table(["target", "ranks", "needed", "reached", "verdict"], targets(rows))]
+    header = ["target", "ranks", "needed", "reached", "verdict"]
+    lines += [table(header, [target.line() for target in targets(rows)])]
     lines += ["", f"## Model: {TARGET:,} ranks", ""]
     parts = [[name, f"n^{one['exponent']:.2f}", number(one["predicted"])] for name, one in predicted.items()]
     lines += [table(["quantity", "grows as", f"{TARGET:,} ranks"], parts), ""]

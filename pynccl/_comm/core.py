@@ -55,8 +55,6 @@ INTERRUPTED: Any = lib.PYNCCL_INTERRUPTED
 LONG = 10.0
 # Seconds between two attempts to enter a communicator that another thread uses.
 _PAUSE = 0.01
-# Seconds before a time-out in which the other ranks are asked whether they respond.
-_ASKING = 1.0
 
 
 class Interrupted(NamedTuple):
@@ -387,7 +385,7 @@ class Core:
             if self.waits:
                 if deadline is None and self.origin == "init_all" and not self.hinted:
                     self._hint_at_a_group(stream, what)
-                done = streams.wait_cpu(self._asking(seconds, deadline), stream, deadline, what)
+                done = streams.wait_cpu(self._waiting(seconds, deadline), stream, deadline, what)
             else:
                 # Handles 0 to 2 are the default streams of the current device.
                 with cuda.using_device(self.device):
@@ -413,15 +411,13 @@ class Core:
             self.in_flight.pop(stream).clear()
         lib.pynccl_comm_forget(self.c, stream)
 
-    def _asking(self, seconds: float | None, deadline: float | None) -> Callable[[], int]:
-        """Return `live`; shortly before the deadline it also asks the other ranks whether they respond."""
+    def _waiting(self, seconds: float | None, deadline: float | None) -> Callable[[], int]:
+        """Return `live`, which with a deadline also tells the watchdog how long the wait has lasted."""
         if seconds is None or deadline is None:
             return self.live
-        begin = deadline - min(_ASKING, seconds / 2)
 
         def live() -> int:
-            if time.monotonic() > begin:
-                self.watch.ask()
+            self.watch.waits(seconds - (deadline - time.monotonic()), seconds)
             return self.live()
 
         return live

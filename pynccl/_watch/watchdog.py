@@ -241,9 +241,9 @@ class Watch:
         """If ranks have left without closing the communicator, make that the verdict, and return it."""
         return self.expire(what) if lib.PYNCCL_ENDS in self._departures() else None
 
-    def ask(self) -> None:
-        """Shortly before a time-out, ask the other ranks whether they respond."""
-        lib.pynccl_watch_ask(self.c)
+    def waits(self, waited: float, limit: float) -> None:
+        """Tell how long a wait has lasted: shortly before its time-out the others are asked for signs of life."""
+        lib.pynccl_watch_waits(self.c, int(waited * 1e9), int(limit * 1e9))
 
     def hear(self) -> None:
         """At a time-out, hear whether the other ranks respond."""

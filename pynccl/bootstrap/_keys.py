@@ -27,6 +27,8 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05
 _ARRIVED = re.compile(r"init\.(\d{1,6})\.arrival\.")
 # A file that tells which process takes part as a rank.
 _CLAIMED = re.compile(r"init\.\d+\.claim\.")
+# Errors of file systems without hard links.
+_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
 # Attempts to create a folder that rank 0 of the previous round removes concurrently.
 _TRIES = 5
 # Seconds to wait for another rank's lock: it may be stopped.
@@ -239,6 +241,19 @@ def _lock(descriptor: int) -> bool:
     return True
 
 
+def _rename_unless_there(old: str, new: Path) -> None:
+    try:
+        # A process that is killed meanwhile leaves no claim without its text, which _sweep needs.
+        os.link(old, new)
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        os.close(os.open(new, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+        os.replace(old, new)
+    else:
+        os.unlink(old)
+
+
 class FolderKeys(_Unnoticed):
     """Keys as files in a folder that every rank sees, on one machine or on a shared file system."""
 
@@ -300,14 +315,14 @@ class FolderKeys(_Unnoticed):
 
     def put(self, name: str, value: bytes, timeout: float) -> None:
         """Set a value atomically: a reader never sees a part of it."""
+        self._write(lambda: os.replace(self._new(value), self._file(name)))
 
-        def write() -> None:
-            number, fresh = tempfile.mkstemp(dir=self.path, prefix=".new-")
-            with os.fdopen(number, "wb") as file:
-                file.write(value)
-            os.replace(fresh, self._file(name))
-
-        self._write(write)
+    def _new(self, value: bytes) -> str:
+        """Return a file with the value, for a name that other ranks read."""
+        number, path = tempfile.mkstemp(dir=self.path, prefix=".new-")
+        with os.fdopen(number, "wb") as file:
+            file.write(value)
+        return path
 
     @contextmanager
     def _naming(self, what: str) -> Iterator[None]:
@@ -359,12 +374,12 @@ class FolderKeys(_Unnoticed):
 
         def create() -> bool:
             with self._locked():
+                new = self._new(self._me.encode())
                 try:
-                    file = os.open(self._file(name), os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+                    _rename_unless_there(new, self._file(name))
                 except FileExistsError:
+                    os.unlink(new)
                     return False
-                with os.fdopen(file, "w") as claim:
-                    claim.write(self._me)
                 return True
 
         return self._write(create)

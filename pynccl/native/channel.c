@@ -325,6 +325,13 @@ void pynccl_beat(pynccl_watch* w) {
   }
 }
 
+int pynccl_hears_beats(const pynccl_watch* w, int rank) {
+  // Each step has its opposite.
+  for (int i = 0; i < w->beat_count; ++i)
+    if ((w->rank + w->beats[i]) % w->size == rank) return 1;
+  return 0;
+}
+
 void pynccl_depart(pynccl_watch* w, int departure) {
   w->departure = departure;
   ++w->peers[w->rank].stamp;
@@ -427,15 +434,15 @@ void pynccl_ask_all(pynccl_watch* w) {
   pynccl_flood(w, &ask);
 }
 
-void pynccl_watch_ask(pynccl_comm* comm) {
-  if (!comm->watch) return;
-  pthread_mutex_lock(&pynccl_watchdog.lock);
-  pynccl_ask_all(comm->watch);
-  pthread_mutex_unlock(&pynccl_watchdog.lock);
-}
-
 void pynccl_ask_before(pynccl_watch* w, int64_t waited, int64_t limit) {
   if (waited > limit - pynccl_silence(w) && waited > limit / 2) pynccl_ask_all(w);
+}
+
+void pynccl_watch_waits(pynccl_comm* comm, int64_t waited, int64_t limit) {
+  if (!comm->watch) return;
+  pthread_mutex_lock(&pynccl_watchdog.lock);
+  pynccl_ask_before(comm->watch, waited, limit);
+  pthread_mutex_unlock(&pynccl_watchdog.lock);
 }
 
 int pynccl_watch_neighbours(int size, int mesh, int* steps) {

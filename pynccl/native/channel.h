@@ -299,6 +299,8 @@ int pynccl_posts_arrive(const pynccl_watch* w, int rank);
 int pynccl_is_for(const pynccl_frame* frame, int rank);
 // Tell all neighbours this rank's news.
 void pynccl_beat(pynccl_watch* w);
+// Whether the heartbeats of another rank come to this one.
+int pynccl_hears_beats(const pynccl_watch* w, int rank);
 // Tell them that it leaves; wait, under the lock, until nothing more is to be passed on.
 void pynccl_depart(pynccl_watch* w, int departure);
 void pynccl_pass_last(pynccl_watch* w);

@@ -179,12 +179,12 @@ static void pynccl_say_lost(const pynccl_watch* w, int rank, pynccl_verdict* v) 
   }
 }
 
-// Nobody waits for words of a rank without a connection before it is asked.
+// Only a rank whose heartbeats come here was certainly alive until it was last heard of.
 static void pynccl_say_silent(const pynccl_watch* w, int rank, pynccl_verdict* v) {
   const pynccl_peer* p = &w->peers[rank];
-  const int asked = p->owes > p->heard;
-  pynccl_say(v->text, sizeof v->text, "is not responding: %s %.1f s ago", asked ? "asked" : "last heard of",
-             (double)(pynccl_watchdog.awake - (asked ? p->owes : p->heard)) / 1e9);
+  const int beats = pynccl_hears_beats(w, rank);
+  pynccl_say(v->text, sizeof v->text, "is not responding: %s %.1f s ago", beats ? "last heard of" : "asked",
+             (double)(pynccl_watchdog.awake - (beats ? p->heard : p->owes)) / 1e9);
 }
 
 static void pynccl_say_failed(const pynccl_watch* w, int rank, pynccl_verdict* v) {

@@ -83,8 +83,8 @@ int pynccl_watch_claim(pynccl_comm* comm, int64_t wait_ms);
 int pynccl_watch_verdict(pynccl_comm* comm, pynccl_verdict* out, int64_t wait_ms);
 // Whether the ranks are about to find out which of them have failed.
 int pynccl_watch_decides(pynccl_comm* comm);
-// Shortly before a time-out: ask all ranks whether they respond.
-void pynccl_watch_ask(pynccl_comm* comm);
+// A wait goes on: shortly before its time-out, ask all ranks whether they respond.
+void pynccl_watch_waits(pynccl_comm* comm, int64_t waited, int64_t limit);
 // At a time-out: wait until ranks that may be silent have been heard, or the others say that they hear them.
 void pynccl_watch_hear(pynccl_comm* comm);
 // A call took too long: say why. `publish`: make the reason the verdict, unless there is one.

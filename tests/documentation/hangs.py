@@ -154,6 +154,7 @@ def plain(text: str) -> str:
         (r"rank \d of 3 on device \d", "rank N of 3"),
         (r"noticed by rank \d", "noticed by rank N"),
         (r"rank \d waits in", "rank N waits in"),
+        (r"took longer than 2 s on rank \d", "took longer than 2 s on rank N"),
         (r"\d\.\d s ago", "T s ago"),
         (r"at \S*\.py:\d+", "at train.py:N"),
     ):

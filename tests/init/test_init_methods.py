@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from pathlib import Path
@@ -196,6 +198,18 @@ def test_a_folder_of_ranks_that_were_all_killed(tmp_path: Path) -> None:
     assert [file.name for file in path.iterdir()] == ["of the user"]
 
 
+def killed_while_it_claims(rank: int, nranks: int, path: str) -> None:
+    sys.addaudithook(lambda event, _: os.kill(os.getpid(), signal.SIGKILL) if event == "os.link" else None)
+    pynccl.init(f"file://{path}", rank=0, world_size=2, timeout=20)
+
+
+def test_a_folder_of_a_rank_that_was_killed_in_its_claim(tmp_path: Path) -> None:
+    path = str(tmp_path / "meeting")
+    (dead,) = testing.run(1, killed_while_it_claims, path, backend="cpu", check=False, timeout=40)
+    assert "SIGKILL" in str(dead)
+    testing.run(2, by_file, path, backend="cpu")
+
+
 @pytest.mark.parametrize("claim", [b"\xff\xfe\0\x81", b"", b"ab 99999999999999999999 1", None])
 def test_a_folder_with_a_damaged_claim(claim: bytes | None, tmp_path: Path) -> None:
     """None: a pipe, which would wait for a program that writes."""
@@ -257,6 +271,17 @@ def test_a_folder_that_goes_at_the_same_time(tmp_path: Path, monkeypatch: pytest
     assert calls[0] == 4
     assert keys.claim("a")
     assert not keys.claim("a")
+
+
+def test_a_folder_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def link(*_: object) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", link)
+    keys = FolderKeys(str(tmp_path / "meeting"))
+    assert keys.claim("a")
+    assert not keys.claim("a")
+    assert [file.read_text().split()[1] for file in keys.path.iterdir()] == [str(os.getpid())]
 
 
 # --- objects ---

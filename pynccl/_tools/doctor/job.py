@@ -115,6 +115,9 @@ def _meet(exchange: Exchange, mine: Report, themes: Sequence[str], deadline: flo
     probes = exchange.collect("probes", json.dumps(_probe(listeners, exchange.rank)).encode())
     usable = "all_reduce" in themes and _all_reachable(probes, exchange.size)
     usable = exchange.announce("usable", b"1" if usable else b"0") == b"1"
+    if not usable:
+        # After a rank that did not answer there is no time left, and rank 0's store must outlast the others.
+        deadline = exchange.deadline = max(deadline, time.monotonic() + _LAST_SECONDS)
     ends = _ends(exchange, deadline, usable)
     if merged is None:
         return None

@@ -147,8 +147,7 @@ void Backend::leave(bool abort) {
   if (home_.foreign()) return forsake(lanes_), forsake(messages_), forsake(coalesced_);
   final_.store(true);
   // Threads that this joins may need the GIL.
-  std::unique_ptr<pybind11::gil_scoped_release> release;
-  if (Py_IsInitialized() && PyGILState_Check()) release = std::make_unique<pybind11::gil_scoped_release>();
+  const WithoutGil released;
   try {
     abort ? end(true) : shutdown();
   } catch (...) {
@@ -526,8 +525,7 @@ void Backend::finish_all(const std::string& name) {
 // NCCL has no time-out for such a call: the ranks have met before.
 void Backend::for_each_comm(const std::string& name, const CommCall& call) {
   // The other ranks' threads may need the GIL before they come.
-  std::unique_ptr<pybind11::gil_scoped_release> release;
-  if (PyGILState_Check()) release = std::make_unique<pybind11::gil_scoped_release>();
+  const WithoutGil released;
   for (auto& lane : all_lanes()) {
     if (!lane->comm || lane->paired) continue;
     bounded(

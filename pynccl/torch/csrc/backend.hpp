@@ -252,6 +252,8 @@ class Backend : public c10d::Backend {
   void describe_to_profiler(const Call& call);
   WorkPtr work_of(OpType type, const std::string& name, std::vector<TaskPtr> tasks);
   void check_members(const std::vector<int>& ranks) const;
+  struct Meeting;
+  Meeting meeting(const std::string& name);
   void meet(
       const std::string& name, const std::vector<int>& ranks = {},
       const std::function<void()>& check = [] {});

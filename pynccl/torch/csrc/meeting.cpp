@@ -57,17 +57,105 @@ std::vector<uint8_t> bytes(const std::string& text) { return {text.begin(), text
 
 }  // namespace
 
-// The first rank that knows whether the call goes on decides for all, so that none makes it alone. `check`
-// may refuse the call; then the other ranks learn why.
-void Backend::meet(const std::string& name, const std::vector<int>& ranks,
-                   const std::function<void()>& check) {
-  std::unique_ptr<pybind11::gil_scoped_release> release;
-  if (PyGILState_Check()) release = std::make_unique<pybind11::gil_scoped_release>();
+// One meeting: what each rank calls, and one verdict for all.
+struct Backend::Meeting {
+  const OwnStore store;
+  const std::string key;
+  const int size;
+  const std::string name;
+  const std::string here;
+  const Milliseconds limit;
+
+  std::string of(int rank) const { return c10::str(key, rank); }
+  std::string failed(const std::string& why) const {
+    return c10::str("pynccl: ", name, " on ", here, ": ", why);
+  }
+
+  // The first rank that knows whether the call goes on decides for all, so that none makes it alone.
+  void decide(const std::function<std::string()>& verdict) const {
+    if (store->add(key + "decided", 1) == 1) store->set(key + "verdict", bytes(verdict()));
+  }
+  bool decided() const { return store->check({key + "verdict"}); }
+  std::string verdict() const {
+    const auto told = store->get(key + "verdict");
+    return {told.begin(), told.end()};
+  }
+
+  // Returns how many ranks have come with this one.
+  int64_t come(int rank, const std::vector<int>& ranks) const {
+    store->set(of(rank), bytes(Word{name, ranks}.written()));
+    const int64_t place = store->add(key + "come", 1);
+    if (place == size) decide([&] { return compared(); });
+    return place;
+  }
+  std::string compared() const {
+    std::vector<std::string> keys;
+    for (int r = 0; r < size; ++r) keys.push_back(of(r));
+    std::vector<Word> words;
+    for (auto& written : store->multiGet(keys)) words.push_back(Word::read(written));
+    return fit(words) ? kGo : differences(words);
+  }
+
+  std::vector<int> late() const {
+    std::vector<int> found;
+    for (int r = 0; r < size; ++r)
+      if (!store->check({of(r)})) found.push_back(r);
+    return found;
+  }
+  void look_for_leavers() const {
+    for (int r : late())
+      if (Leavers::has(*store, r))
+        return decide([&] {
+          return failed(c10::str(
+              "rank ", r, " has left the group: its program has ended, or it has destroyed the group"));
+        });
+  }
+  std::string timed_out() const {
+    const auto ranks = late();
+    const std::string text =
+        c10::str("pynccl: Timed out waiting ", limit.count(), "ms for ", name, " on ", here, "; ");
+    if (ranks.empty())
+      return text +
+             "all ranks have called it, and the last of them did not say so in time. The group is as it was.";
+    return c10::str(text, "it waits for ", ranks.size() > 1 ? "calls of ranks " : "a call of rank ",
+                    c10::Join(", ", ranks), ". No rank has begun it: the group is as it was.");
+  }
+
+  // Waits for the verdict. One rank, `looks`, looks for ranks that have left, since it looks for each.
+  void wait(bool looks, const std::function<std::string()>& trouble) const {
+    const auto deadline = Clock::now() + limit;
+    auto look = Clock::now() + kSlice, looked = look;
+    for (auto pause = std::chrono::microseconds(50); !decided();
+         pause = std::min<std::chrono::microseconds>(pause * 2, Milliseconds(10))) {
+      std::this_thread::sleep_for(pause);
+      const auto now = Clock::now();
+      if (now < look) continue;
+      look = now + kSlice;
+      check_signals();
+      if (now >= deadline) decide([&] { return timed_out(); });
+      // The rank that decided may have died before it told.
+      if (now >= deadline + kVerdict) C10_THROW_ERROR(DistBackendError, timed_out());
+      if (const std::string why = trouble(); !why.empty()) decide([&] { return failed(why); });
+      if (!looks || now < looked) continue;
+      looked = now + kLookForLeavers;
+      look_for_leavers();
+    }
+  }
+
+  void give_up(const std::string& why) const {
+    try {
+      decide([&] {
+        return c10::str("pynccl: ", name, " was given up by ", here, ": ", why.substr(0, why.find('\n')));
+      });
+    } catch (const std::exception&) {  // the store is gone, and the other ranks notice that
+    }
+  }
+};
+
+Backend::Meeting Backend::meeting(const std::string& name) {
   auto lock = entered();
   check_has_members();
   if (ended_.load()) C10_THROW_ERROR(DistBackendError, "pynccl: the process group was shut down or aborted");
-  const std::string key = c10::str("pynccl/meeting/", meetings_++, "/");
-  const auto limit = options_->timeout;
   // One for all meetings: a new connection to a TCPStore may take seconds.
   if (!meeting_store_) {
     // torch tries until the group's time-out to reach a store that has ended.
@@ -77,88 +165,31 @@ void Backend::meet(const std::string& name, const std::vector<int>& ranks,
                                " is gone, in which the ranks meet: the process that served it has ended"));
     meeting_store_ = std::make_shared<OwnStore>(store_);
   }
-  const OwnStore store = *meeting_store_;
-  lock.unlock();
+  return {*meeting_store_,  c10::str("pynccl/meeting/", meetings_++, "/"), size_, name, here(),
+          options_->timeout};
+}
 
-  auto decide = [&](const std::function<std::string()>& verdict) {
-    if (store->add(key + "decided", 1) == 1) store->set(key + "verdict", bytes(verdict()));
-  };
-  auto key_of = [&](int rank) { return c10::str(key, rank); };
-  auto late = [&] {
-    std::vector<int> late;
-    for (int r = 0; r < size_; ++r)
-      if (!store->check({key_of(r)})) late.push_back(r);
-    return late;
-  };
-  auto failed = [&](const std::string& why) { return c10::str("pynccl: ", name, " on ", here(), ": ", why); };
+// `check` may refuse the call; then the other ranks learn why.
+void Backend::meet(const std::string& name, const std::vector<int>& ranks,
+                   const std::function<void()>& check) {
+  const WithoutGil released;
+  const Meeting all = meeting(name);
   auto trouble = [&]() -> std::string {
     for (auto& lane : all_lanes())
       if (lane->comm)
-        if (const std::string text = lane->comm->trouble(); !text.empty()) return failed(text);
+        if (std::string text = lane->comm->trouble(); !text.empty()) return text;
     return "";
   };
-  auto leaver = [&]() -> std::string {
-    for (int r : late())
-      if (Leavers::has(*store, r))
-        return failed(c10::str("rank ", r,
-                               " has left the group: its program has ended, or it has destroyed the group"));
-    return "";
-  };
-  auto timed_out = [&] {
-    const auto ranks = late();
-    if (ranks.empty())
-      return c10::str(
-          "pynccl: Timed out waiting ", limit.count(), "ms for ", name, " on ", here(),
-          "; all ranks have called it, and the last of them did not say so in time. The group is as "
-          "it was.");
-    return c10::str("pynccl: Timed out waiting ", limit.count(), "ms for ", name, " on ", here(),
-                    "; it waits for ", ranks.size() > 1 ? "calls of ranks " : "a call of rank ",
-                    c10::Join(", ", ranks), ". No rank has begun it: the group is as it was.");
-  };
-
-  const auto deadline = Clock::now() + limit;
-  auto look = Clock::now() + kSlice, look_for_leavers = look;
   try {
     check();
-    store->set(key_of(rank_), bytes(Word{name, ranks}.written()));
-    const int64_t place = store->add(key + "come", 1);
-    if (place == size_)
-      decide([&] {
-        std::vector<std::string> keys;
-        for (int r = 0; r < size_; ++r) keys.push_back(key_of(r));
-        std::vector<Word> words;
-        for (auto& written : store->multiGet(keys)) words.push_back(Word::read(written));
-        return fit(words) ? std::string(kGo) : differences(words);
-      });
-    for (auto pause = std::chrono::microseconds(50); !store->check({key + "verdict"});
-         pause = std::min<std::chrono::microseconds>(pause * 2, Milliseconds(10))) {
-      std::this_thread::sleep_for(pause);
-      const auto now = Clock::now();
-      if (now < look) continue;
-      look = now + kSlice;
-      check_signals();
-      if (now >= deadline) decide(timed_out);
-      // The rank that decided may have died before it told.
-      if (now >= deadline + kVerdict) C10_THROW_ERROR(DistBackendError, timed_out());
-      if (const std::string why = trouble(); !why.empty()) decide([&] { return why; });
-      // One rank looks for all, since it looks for each.
-      if (place != 1 || now < look_for_leavers) continue;
-      look_for_leavers = now + kLookForLeavers;
-      if (const std::string why = leaver(); !why.empty()) decide([&] { return why; });
-    }
+    const bool first = all.come(rank_, ranks) == 1;
+    all.wait(first, trouble);
   } catch (const std::exception& error) {
     const auto raised = std::current_exception();
-    try {
-      const std::string why = error.what();
-      decide([&] {
-        return c10::str("pynccl: ", name, " was given up by ", here(), ": ", why.substr(0, why.find('\n')));
-      });
-    } catch (const std::exception&) {  // the store is gone, and the other ranks notice that
-    }
+    all.give_up(error.what());
     std::rethrow_exception(raised);
   }
-  auto told = store->get(key + "verdict");
-  const std::string verdict(told.begin(), told.end());
+  const std::string verdict = all.verdict();
   if (verdict == kGo) return;
   const bool own = verdict.find(" on " + here()) != std::string::npos;
   C10_THROW_ERROR(DistBackendError, own ? verdict : c10::str(verdict, " (on ", here(), ")"));

@@ -35,8 +35,7 @@ Served Backend::served() const {
 
 // The members meet while the previous group still works: if one does not come, nothing has changed.
 WorkPtr Backend::reconfigure(const c10d::ReconfigureOptions& options) {
-  std::unique_ptr<pybind11::gil_scoped_release> release;
-  if (PyGILState_Check()) release = std::make_unique<pybind11::gil_scoped_release>();
+  const WithoutGil released;
   std::unique_lock<std::mutex> alone(reconfiguring_, std::try_to_lock);
   TORCH_CHECK(alone, "reconfigure: another thread reconfigures this group");
   auto lock = entered();

@@ -25,6 +25,17 @@ inline void check_signals() {
   if (PyErr_CheckSignals() != 0) throw pybind11::error_already_set();
 }
 
+// Releases the GIL where this thread has it: a thread that it waits for may need it.
+class WithoutGil {
+ public:
+  WithoutGil() {
+    if (Py_IsInitialized() && PyGILState_Check()) released_.emplace();
+  }
+
+ private:
+  std::optional<pybind11::gil_scoped_release> released_;
+};
+
 inline const char* const kOfTheParent =
     "pynccl: this belongs to the parent of this forked process; make a new process group here";
 
