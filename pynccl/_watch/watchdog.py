@@ -242,7 +242,7 @@ class Watch:
         return self.expire(what) if lib.PYNCCL_ENDS in self._departures() else None
 
     def waits(self, waited: float, limit: float) -> None:
-        """Tell how long a wait has lasted: shortly before its time-out the others are asked for signs of life."""
+        """Tell how long a wait has lasted: shortly before its time-out it asks the other ranks to respond."""
         lib.pynccl_watch_waits(self.c, int(waited * 1e9), int(limit * 1e9))
 
     def hear(self) -> None:
