@@ -1,6 +1,8 @@
 """The control channel: TCP connections between the ranks of a communicator, beside the library's own.
 
 With few ranks they connect any two; with more each rank has neighbours, which native/channel.h defines.
+Communicators share the connection between two processes (native/lines.h): two neighbours connect only if their
+processes have no connection yet.
 The communicator itself carries the ranks' addresses and a fresh key; on a network, others may see its data.
 A connection begins with a handshake (`handshake.py`) in which each side proves that
 it has the key and, if there is one, the job's secret; with a secret all frames are encrypted. Then the
@@ -32,7 +34,6 @@ from pynccl._watch.ended import Process, process
 if TYPE_CHECKING:
     from pynccl._secure.noise import Session
 
-GONE, LATE = -2, -3
 _KEY = 16
 # Seconds for a connection to prove the key, for each 64 ranks, and for a rank to connect after the library
 # reported an error.
@@ -40,7 +41,8 @@ _HELLO_SECONDS = 5.0
 _LAST_SECONDS = 0.5
 _SLICE = 0.1
 _HELLO = struct.Struct("!16sII")
-_MAGIC = b"pynccl-channel-3"
+_MAGIC = b"pynccl-channel-4"
+_NAME = struct.Struct("!Q")
 _PLACE = struct.Struct("!B16sH")
 # Bytes of a failure's text.
 _TEXT = 256
@@ -66,9 +68,9 @@ Gather = Callable[[bytes], list[bytes]]
 class Channel(NamedTuple):
     """The connections of a rank to its neighbours."""
 
-    # For every rank: a connected socket of a neighbour, GONE for one that died meanwhile, LATE for one that
-    # did not connect in time, and else -1.
-    sockets: list[int]
+    lines: _Lines
+    # The neighbours that did not connect in time.
+    late: list[int]
     # Up to so many ranks, any two are neighbours.
     mesh: int
     # The processes of all ranks, and for each whether it is visible to this one.
@@ -94,32 +96,96 @@ def connect(
     greetings = [_GREETING.unpack(each) for each in _exchange(rank, size, gather, mine, failure)]
     _check_secrets(rank, size, [greeting[5] for greeting in greetings])
     key, mesh = greetings[0][1], greetings[0][6]
-    neighbours = _neighbours(rank, size, mesh)
     processes = [Process(*greeting[2:5]) for greeting in greetings]
     one_host = len({greeting[0] for greeting in greetings}) == 1
     with ExitStack() as opened:
-        listener, mine, failure = _place(one_host, len(neighbours), opened)
-        places = [_unpack_place(each) for each in _exchange(rank, size, gather, mine, failure)]
+        lines = _Lines(rank, processes, mesh, key, bool(secret))
+        opened.callback(lines.close)
+        listener, mine, failure = _place(one_host, lines, opened)
+        answers = _exchange(rank, size, gather, mine, failure)
         assert listener is not None
-        links = _Links(rank, size, neighbours, secret, key, listener, deadline)
-        try:
-            links.call(places)
-            late = links.answer(look)
-            # They were alive when they connected; a process that is invisible now never proves anything.
-            here = processes[rank].space
-            visible = [
-                one.space == here and 0 < one.start == lib.pynccl_process_start(one.pid) for one in processes
-            ]
-            return Channel(links.sockets(late), mesh, processes, visible, links.sessions)
-        except BaseException:
-            links.close()
-            raise
+        lines.agree([answer[_PLACE.size :] for answer in answers])
+        links = _Links(rank, size, lines.missing, secret, key, listener, deadline)
+        opened.callback(links.close)
+        links.call([_unpack_place(answer[: _PLACE.size]) for answer in answers])
+        late = links.answer(look)
+        # They were alive when they connected; a process that is invisible now never proves anything.
+        here = processes[rank].space
+        visible = [one.space == here and 0 < one.start == lib.pynccl_process_start(one.pid) for one in processes]
+        lines.add(links.take_found(), late)
+        # What was opened belongs to the watchdog from now on.
+        return Channel(lines.hand_over(), late, mesh, processes, visible, links.sessions)
 
 
-def _neighbours(rank: int, size: int, mesh: int) -> frozenset[int]:
-    steps = ffi.new("int[]", size)
-    count = lib.pynccl_watch_neighbours(size, mesh, steps)
-    return frozenset((rank + step) % size for step in steps[0:count])
+class _Lines:
+    """The lines from this process to a communicator's neighbours, see native/lines.h."""
+
+    def __init__(self, rank: int, processes: list[Process], mesh: int, key: bytes, sealed: bool) -> None:
+        self.rank, self.size, self.key = rank, len(processes), key
+        self.number = _number(key)
+        steps = ffi.new("int[]", self.size)
+        self._steps = list(steps[0 : lib.pynccl_watch_neighbours(self.size, mesh, steps)])
+        self._neighbours = [(rank + step) % self.size for step in self._steps]
+        self.connections = ffi.new("pynccl_connection[]", self.size)
+        for connection in self.connections:
+            connection.socket = lib.PYNCCL_NO_LINE
+        for other in self._neighbours:
+            connection, process = self.connections[other], processes[other]
+            ffi.memmove(connection.process.space, process.space, _KEY)
+            connection.process.pid, connection.process.start = process.pid, process.start
+            # Both ends of a line within this process have one name.
+            if process != processes[rank]:
+                connection.line = lib.pynccl_line_offer(ffi.addressof(connection.process), sealed)
+            if connection.line:
+                connection.socket = lib.PYNCCL_SHARED
+        self._owned = True
+        if lib.pynccl_channel_expect(self.number, rank):
+            self.close()
+            raise NcclSystemError("the control channel cannot be opened: there is not enough memory")
+
+    @property
+    def missing(self) -> frozenset[int]:
+        """Return the neighbours to which no line is offered."""
+        return frozenset(r for r in self._neighbours if self.connections[r].socket != lib.PYNCCL_SHARED)
+
+    def names(self) -> bytes:
+        """Return the names of the lines to the neighbours; 0: none is offered."""
+        return b"".join(_NAME.pack(self.connections[other].line) for other in self._neighbours)
+
+    def agree(self, names: list[bytes]) -> None:
+        """Keep the lines that the other ends offer, too."""
+        at = {step: _NAME.size * i for i, step in enumerate(self._steps)}
+        for step, other in zip(self._steps, self._neighbours, strict=True):
+            connection = self.connections[other]
+            (theirs,) = _NAME.unpack_from(names[other], at[self.size - step])
+            if connection.line and connection.line != theirs:
+                lib.pynccl_line_withdraw(connection.line)
+                connection.socket = lib.PYNCCL_NO_LINE
+
+    def add(self, found: dict[int, socket.socket | None], late: list[int]) -> None:
+        """Add connections; None for a neighbour that died meanwhile."""
+        for other, sock in found.items():
+            connection = self.connections[other]
+            connection.socket = lib.PYNCCL_LINE_GONE if sock is None else sock.detach()
+            connection.line = _number(self.key + struct.pack("!II", *sorted((self.rank, other))))
+        for other in late:
+            self.connections[other].socket = lib.PYNCCL_LINE_LATE
+
+    def hand_over(self) -> _Lines:
+        """Leave the lines to the watchdog."""
+        self._owned = False
+        return self
+
+    def close(self) -> None:
+        """Close what was not handed over."""
+        if self._owned:
+            self._owned = False
+            lib.pynccl_channel_give_up(self.number, self.rank, self.connections, self.size)
+
+
+def _number(key: bytes) -> int:
+    """Return a number other than 0 that is equal for equal keys."""
+    return 1 | int(_NAME.unpack_from(digest(key.hex()))[0])
 
 
 def _mesh_ranks() -> int:
@@ -169,15 +235,16 @@ def _greeting() -> tuple[str, bytes, NcclError | None]:
 
 
 def _place(
-    one_host: bool, connections: int, opened: ExitStack
+    one_host: bool, lines: _Lines, opened: ExitStack
 ) -> tuple[socket.socket | None, bytes, NcclError | None]:
-    """Listen and return the address; or zeros and the error."""
+    """Listen and return the address, with the names of the lines; or zeros and the error."""
+    names = lines.names()
     try:
         listener = opened.enter_context(_listen("127.0.0.1" if one_host else outward_address()))
-        _require_descriptors(listener, connections + 1)
-        return listener, _pack_place(*listener.getsockname()[:2]), None
+        _require_descriptors(listener, len(lines.missing) + 1)
+        return listener, _pack_place(*listener.getsockname()[:2]) + names, None
     except NcclSystemError as error:
-        return None, bytes(_PLACE.size), error
+        return None, bytes(_PLACE.size + len(names)), error
 
 
 def _require_descriptors(listener: socket.socket, wanted: int) -> None:
@@ -372,16 +439,12 @@ class _Links:
         if session is not None:
             self.sessions[other] = session
 
-    def sockets(self, late: list[int]) -> list[int]:
-        for link in list(self.open):
-            self._drop(link)
-        self.selector.close()
-        ends = [-1] * self.size
-        for other, sock in self.found.items():
-            ends[other] = GONE if sock is None else sock.detach()
-        for other in late:
-            ends[other] = LATE
-        return ends
+    def take_found(self) -> dict[int, socket.socket | None]:
+        """Return the connections, which then belong to the caller."""
+        for sock in list(self.open):
+            self._drop(sock)
+        found, self.found = self.found, {}
+        return found
 
     def close(self) -> None:
         for sock in (*self.open, *(sock for sock in self.found.values() if sock is not None)):

@@ -121,22 +121,26 @@ class Watch:
         deadline = deadline_of(self.timeout)
         if deadline is not None and until is not None:
             deadline = min(deadline, until)
-        sockets, mesh = ffi.NULL, 0
-        lost: set[int] = set()
+        connections, number, mesh = ffi.NULL, 0, 0
+        late: list[int] = []
+        lost = False
         sealing = _Sealing({}, 0)
         context = 0 if self.c.waits or not cuda.available() else cuda.primary_context(device)
         milliseconds = 0 if self.timeout is None else max(1, int(self.timeout * 1000))
         with _thread() as no_thread:
             if with_channel and self.size > 1:
                 opened = self._connect(handle, no_thread, deadline, look)
-                sockets, mesh = ffi.new("int[]", opened.sockets), opened.mesh
-                lost = {channel.GONE, channel.LATE} & set(opened.sockets)
+                connections, number, mesh = opened.lines.connections, opened.lines.number, opened.mesh
+                late = opened.late
+                lost = bool(late) or any(each.socket == lib.PYNCCL_LINE_GONE for each in connections)
                 self.processes, self.visible = opened.processes, opened.visible
                 sealing = _Sealing(opened.sessions, self.size)
             if no_thread is not None:
                 raise no_thread
             end = _end_action()
-            code = lib.pynccl_watch_start(self.c, sockets, mesh, milliseconds, end, context, sealing.given)
+            code = lib.pynccl_watch_start(
+                self.c, connections, number, mesh, milliseconds, end, context, sealing.given
+            )
         if code:
             raise _not_started(code)
         if self.visible:
@@ -144,8 +148,7 @@ class Watch:
             lib.pynccl_watch_processes(self.c, pids, [process.start for process in self.processes])
         # A rank that is connected to all others must hear why this one is not.
         found = self.verdict(DEATH_MS) if lost else None
-        if channel.LATE in lost:
-            late = [rank for rank, sock in enumerate(opened.sockets) if sock == channel.LATE]
+        if late:
             raise NcclTimeoutError(
                 f"rank {self.rank} of {self.size} opened the control channel, and {rank_list(late)} did not "
                 "connect in time",

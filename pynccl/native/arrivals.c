@@ -118,29 +118,62 @@ static void pynccl_arrived(pynccl_watch* w, int from, pynccl_frame* f) {
   if (pynccl_is_for(f, w->rank) && !p->gone) pynccl_handle(w, origin, f);
 }
 
-void pynccl_read(pynccl_watch* w, int rank) {
-  pynccl_peer* p = &w->peers[rank];
-  const size_t bytes = pynccl_wire_bytes(w);
-  while (p->socket >= 0) {
-    const ssize_t n = recv(p->socket, p->input + p->input_bytes, bytes - p->input_bytes, MSG_DONTWAIT);
-    if (n < 0 && errno == EINTR) continue;
-    if (n < 0 && errno == EAGAIN) return;
-    if (n <= 0) {
-      pynccl_hang_up(w, rank);
-      return;
-    }
-    p->input_bytes += (size_t)n;
-    if (p->input_bytes < bytes) continue;
-    p->input_bytes = 0;
-    pynccl_frame frame;
-    if (!pynccl_unpack(w, p, &frame)) {
-      p->tampered = 1;
-      pynccl_hang_up(w, rank);
-      return;
-    }
-    p->heard = pynccl_watchdog.awake;
-    p->heard_at = pynccl_now();
-    p->owes = 0;
-    pynccl_arrived(w, rank, &frame);
+// A frame for a rank of this process came over a line.
+static void pynccl_deliver(pynccl_watch* w, uint32_t line, pynccl_frame* f) {
+  const int from = (int)f->from;
+  if (f->from >= (uint32_t)w->size) return;
+  pynccl_peer* p = &w->peers[from];
+  if (!p->line || p->line->id != line) return;
+  p->heard = pynccl_watchdog.awake;
+  p->owes = 0;
+  if (f->kind == FRAME_END)
+    pynccl_hang_up(w, from);
+  else
+    pynccl_arrived(w, from, f);
+}
+
+void pynccl_catch_up(pynccl_watch* w) {
+  if (w->begun) return;
+  w->begun = 1;
+  while (w->early) {
+    pynccl_early* first = w->early;
+    w->early = first->next;
+    pynccl_deliver(w, first->line, &first->frame);
+    free(first);
   }
+  for (int r = 0; r < w->size; ++r)
+    if (w->peers[r].line && w->peers[r].line->socket < 0) pynccl_hang_up(w, r);
+}
+
+static pynccl_watch* pynccl_receiver(const pynccl_frame* f) {
+  pynccl_watch* w = pynccl_watchdog.watches;
+  while (w && (w->channel != f->channel || (uint32_t)w->rank != f->at)) w = w->next;
+  return w;
+}
+
+// The connection has ended, for all communicators.
+static void pynccl_line_ended(pynccl_line* line, int tampered) {
+  pynccl_line_close(line);
+  for (pynccl_watch* w = pynccl_watchdog.watches; w; w = w->next)
+    for (int r = 0; r < w->size && w->begun; ++r) {
+      if (w->peers[r].line != line) continue;
+      w->peers[r].tampered = tampered;
+      pynccl_hang_up(w, r);
+    }
+}
+
+void pynccl_read(pynccl_line* line) {
+  pynccl_frame frame;
+  int came;
+  while ((came = pynccl_line_receive(line, &frame)) > 0) {
+    pynccl_watch* w = pynccl_receiver(&frame);
+    if (!w) {
+      pynccl_keep_early(line, &frame);
+    } else if (pynccl_hold(w)) {
+      pynccl_catch_up(w);
+      pynccl_deliver(w, line->id, &frame);
+      pynccl_let_go(w);
+    }
+  }
+  if (came < 0) pynccl_line_ended(line, came == -2);
 }

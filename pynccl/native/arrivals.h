@@ -5,7 +5,9 @@
 
 #pragma GCC visibility push(hidden)
 
-// Handle all frames that a rank has sent so far.
-void pynccl_read(pynccl_watch* w, int rank);
+// Handle what came before the watch started. The thread that reads does so before what comes later.
+void pynccl_catch_up(pynccl_watch* w);
+// Handle all frames that have come over a line so far. The caller has a reference.
+void pynccl_read(pynccl_line* line);
 
 #pragma GCC visibility pop

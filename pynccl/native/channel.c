@@ -2,14 +2,11 @@
 
 #include <errno.h>
 #include <fcntl.h>
-#include <netinet/in.h>
 #include <stdio.h>
 #include <stdlib.h>
-#include <sys/epoll.h>
-#include <sys/socket.h>
 #include <unistd.h>
 
-struct pynccl_watchdog pynccl_watchdog = {.lock = PTHREAD_MUTEX_INITIALIZER, .epoll = -1, .wake = -1};
+struct pynccl_watchdog pynccl_watchdog = {.lock = PTHREAD_MUTEX_INITIALIZER, .wake = -1};
 
 int pynccl_await(int64_t until) {
   if (pynccl_now() >= until) return 0;
@@ -18,15 +15,46 @@ int pynccl_await(int64_t until) {
   return 1;
 }
 
+int pynccl_hold(pynccl_watch* w) {
+  int* references = &w->comm->references;
+  int n = __atomic_load_n(references, __ATOMIC_RELAXED);
+  while (n && !__atomic_compare_exchange_n(references, &n, n + 1, 1, __ATOMIC_RELAXED, __ATOMIC_RELAXED))
+    continue;
+  return n;
+}
+
+void pynccl_let_go(pynccl_watch* w) {
+  pynccl_comm* comm = w->comm;
+  int n = __atomic_load_n(&comm->references, __ATOMIC_RELAXED);
+  while (n > 1 &&
+         !__atomic_compare_exchange_n(&comm->references, &n, n - 1, 1, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED))
+    continue;
+  if (n > 1) return;
+  pthread_mutex_unlock(&pynccl_watchdog.lock);
+  pynccl_comm_release(comm);
+  pthread_mutex_lock(&pynccl_watchdog.lock);
+}
+
 // --- frames ------------------------------------------------------------------------------------------------
 
-void pynccl_watch_epoll(pynccl_watch* w, int rank, int how) {
-  pynccl_peer* p = &w->peers[rank];
-  p->wants_output = p->output_bytes != 0;
-  struct epoll_event e = {.events = EPOLLIN | (p->wants_output ? EPOLLOUT : 0)};
-  e.data.u64 = (uint64_t)w->id << 32 | (uint32_t)rank;
-  epoll_ctl(pynccl_watchdog.epoll, how, p->socket, &e);
+static int pynccl_address(const pynccl_watch* w, int rank, const pynccl_frame* frame) {
+  pynccl_frame sent = *frame;
+  sent.channel = w->channel;
+  sent.from = (uint32_t)w->rank;
+  sent.at = (uint32_t)rank;
+  return pynccl_line_send(w->peers[rank].line, &sent);
 }
+
+int pynccl_send_frame(pynccl_watch* w, int rank, const pynccl_frame* frame) {
+  const pynccl_peer* p = &w->peers[rank];
+  return p->line && !p->parted ? pynccl_address(w, rank, frame) : ECONNRESET;
+}
+
+void pynccl_tell_all(pynccl_watch* w, const pynccl_frame* frame) {
+  for (int r = 0; r < w->size; ++r) pynccl_send_frame(w, r, frame);
+}
+
+// --- the ranks ---------------------------------------------------------------------------------------------
 
 int pynccl_takes_part(const pynccl_watch* w, int rank) {
   const pynccl_peer* p = &w->peers[rank];
@@ -93,7 +121,7 @@ static void pynccl_find_gone(pynccl_watch* w) {
   pynccl_reach(w, missed);
   for (int r = 0; r < w->size; ++r) {
     pynccl_peer* p = &w->peers[r];
-    if (!missed[r] || p->socket >= 0 || !pynccl_takes_part(w, r)) continue;
+    if (!missed[r] || p->line || !pynccl_takes_part(w, r)) continue;
     w->stale = p->gone = 1;
     p->gone_at = pynccl_now();
     pthread_cond_broadcast(&pynccl_watchdog.changed);
@@ -103,18 +131,16 @@ static void pynccl_find_gone(pynccl_watch* w) {
 
 void pynccl_hang_up(pynccl_watch* w, int rank) {
   pynccl_peer* p = &w->peers[rank];
-  if (p->socket < 0) return;
-  // Closing a socket with unread input resets the connection, and the peer might lose the departure.
-  char unread[4096];
-  while (recv(p->socket, unread, sizeof unread, MSG_DONTWAIT) > 0) continue;
-  shutdown(p->socket, SHUT_WR);
-  close(p->socket);
-  p->socket = -1;
+  pynccl_line* line = p->line;
+  if (!line) return;
+  // The end of the connection tells it, too.
+  if (line->references > 1) pynccl_address(w, rank, &(pynccl_frame){.kind = FRAME_END});
+  p->line = NULL;
   w->stale = p->gone = 1;
   p->gone_at = pynccl_now();
-  p->provable =
-      p->gone_at >= pynccl_watchdog.blind_until && (p->local || p->gone_at - p->heard_at <= ENDING_NS);
-  p->output_bytes = 0;
+  p->provable = p->gone_at >= pynccl_watchdog.blind_until &&
+                (line->local || p->gone_at - line->heard_at <= ENDING_NS);
+  pynccl_line_release(line);
   pthread_cond_broadcast(&pynccl_watchdog.changed);
   if (!p->departure) p->departure = p->hearsay;
   if (!w->listed || p->departure) return;
@@ -136,99 +162,6 @@ static void pynccl_end_doubts(pynccl_watch* w) {
   }
 }
 
-void pynccl_take_socket(pynccl_peer* p, int socket) {
-  struct sockaddr_storage at = {0};
-  socklen_t size = sizeof at;
-  p->socket = socket;
-  p->heard = pynccl_watchdog.awake;
-  p->heard_at = pynccl_now();
-  // Whether a rank is alive that cannot be reached, only its neighbours can tell.
-  p->provable = socket != -1;
-  if (socket < 0 || getpeername(socket, (struct sockaddr*)&at, &size)) return;
-  const struct in6_addr* v6 = &((struct sockaddr_in6*)&at)->sin6_addr;
-  const int mapped = at.ss_family == AF_INET6 && IN6_IS_ADDR_V4MAPPED(v6);
-  const unsigned char v4 = mapped ? v6->s6_addr[12] : *(unsigned char*)&((struct sockaddr_in*)&at)->sin_addr;
-  p->local = at.ss_family == AF_UNIX || (at.ss_family == AF_INET6 && IN6_IS_ADDR_LOOPBACK(v6)) ||
-             ((mapped || at.ss_family == AF_INET) && v4 == 127);
-}
-
-void pynccl_push(pynccl_watch* w, int rank) {
-  pynccl_peer* p = &w->peers[rank];
-  while (p->output_bytes) {
-    const ssize_t n = send(p->socket, p->output, p->output_bytes, MSG_NOSIGNAL | MSG_DONTWAIT);
-    if (n < 0 && errno == EINTR) continue;
-    // Reading notices the end of the connection, after the peer's last frames.
-    if (n < 0) break;
-    p->output_bytes -= (size_t)n;
-    memmove(p->output, p->output + n, p->output_bytes);
-  }
-  if (p->wants_output != (p->output_bytes != 0)) pynccl_watch_epoll(w, rank, EPOLL_CTL_MOD);
-}
-
-void pynccl_seal_with(pynccl_watch* w, const pynccl_sealing* sealing) {
-  w->encrypt = (pynccl_encrypt*)sealing->encrypt;
-  w->decrypt = (pynccl_decrypt*)sealing->decrypt;
-  for (int r = 0; r < w->size; ++r) {
-    w->peers[r].outgoing = sealing->outgoing[r];
-    w->peers[r].incoming = sealing->incoming[r];
-  }
-}
-
-size_t pynccl_wire_bytes(const pynccl_watch* w) {
-  return sizeof(pynccl_frame) + (w->encrypt ? TAG_BYTES : 0);
-}
-
-// Noise's nonces: four zero bytes and a counter, which never repeats.
-static void pynccl_next_nonce(pynccl_cipher* c, unsigned char nonce[12]) {
-  memset(nonce, 0, 4);
-  for (int i = 0; i < 8; ++i) nonce[4 + i] = (unsigned char)(c->count >> 8 * i);
-  ++c->count;
-}
-
-static void pynccl_pack(const pynccl_watch* w, pynccl_peer* p, const pynccl_frame* frame, char* out) {
-  unsigned char nonce[12];
-  if (!w->encrypt) {
-    memcpy(out, frame, sizeof *frame);
-    return;
-  }
-  pynccl_next_nonce(&p->outgoing, nonce);
-  w->encrypt((unsigned char*)out, NULL, (const unsigned char*)frame, sizeof *frame, NULL, 0, NULL, nonce,
-             (const unsigned char*)p->outgoing.key);
-}
-
-int pynccl_unpack(const pynccl_watch* w, pynccl_peer* p, pynccl_frame* frame) {
-  unsigned char nonce[12];
-  if (!w->decrypt) {
-    memcpy(frame, p->input, sizeof *frame);
-    return 1;
-  }
-  pynccl_next_nonce(&p->incoming, nonce);
-  return !w->decrypt((unsigned char*)frame, NULL, NULL, p->input, sizeof p->input, NULL, 0, nonce,
-                     (const unsigned char*)p->incoming.key);
-}
-
-int pynccl_send_frame(pynccl_watch* w, int rank, const pynccl_frame* frame) {
-  pynccl_peer* p = &w->peers[rank];
-  if (p->socket < 0 || p->parted) return ECONNRESET;
-  if (p->output_bytes > MOST_OUTPUT) return ENOBUFS;
-  const size_t bytes = pynccl_wire_bytes(w);
-  if (p->output_bytes + bytes > p->output_capacity) {
-    const size_t capacity = 2 * p->output_capacity + 4 * bytes;
-    char* more = realloc(p->output, capacity);
-    if (!more) return ENOMEM;
-    p->output = more;
-    p->output_capacity = capacity;
-  }
-  pynccl_pack(w, p, frame, p->output + p->output_bytes);
-  p->output_bytes += bytes;
-  pynccl_push(w, rank);
-  return 0;
-}
-
-void pynccl_tell_all(pynccl_watch* w, const pynccl_frame* frame) {
-  for (int r = 0; r < w->size; ++r) pynccl_send_frame(w, r, frame);
-}
-
 int64_t pynccl_silence(const pynccl_watch* w) { return w->question * (SILENCE_NS / QUESTION_NS); }
 
 int64_t pynccl_grace(const pynccl_watch* w) { return w->mesh ? GRACE_NS : 2 * GRACE_NS; }
@@ -245,7 +178,7 @@ int pynccl_is_for(const pynccl_frame* frame, int rank) {
 void pynccl_pass_on(pynccl_watch* w, const pynccl_frame* frame, int from) {
   for (int r = 0; r < w->size; ++r) {
     pynccl_peer* p = &w->peers[r];
-    if (p->socket < 0 || p->clogged || r == from || (uint32_t)r == frame->origin) continue;
+    if (!p->line || p->clogged || r == from || (uint32_t)r == frame->origin) continue;
     if (w->mesh && !pynccl_is_for(frame, r)) continue;
     const int error = pynccl_send_frame(w, r, frame);
     p->clogged = error == ENOBUFS || error == ENOMEM;
@@ -321,7 +254,7 @@ void pynccl_beat(pynccl_watch* w) {
   for (int i = 0; i < w->beat_count; ++i) {
     const int r = (w->rank + w->beats[i]) % w->size;
     // A peer that does not read needs no second heartbeat.
-    if (!w->peers[r].output_bytes) pynccl_send_frame(w, r, &beat);
+    if (w->peers[r].line && !w->peers[r].line->output_bytes) pynccl_send_frame(w, r, &beat);
   }
 }
 
@@ -342,7 +275,7 @@ void pynccl_depart(pynccl_watch* w, int departure) {
 static int pynccl_is_needed(const pynccl_watch* w) {
   for (int r = 0; r < w->size; ++r) {
     const pynccl_peer* p = &w->peers[r];
-    if (p->socket >= 0 && (!p->farewell || p->output_bytes)) return 1;
+    if (p->line && (!p->farewell || p->line->output_bytes)) return 1;
   }
   return 0;
 }
@@ -359,13 +292,13 @@ void pynccl_pass_last(pynccl_watch* w) {
 static void pynccl_departed(pynccl_watch* w, pynccl_peer* p, int departure) {
   p->departure = departure;
   w->stale = 1;
-  if (!w->mesh && p->socket >= 0) {
+  if (!w->mesh && p->line) {
     const pynccl_frame farewell = {.kind = FRAME_FAREWELL};
     pynccl_send_frame(w, (int)(p - w->peers), &farewell);
     p->parted = 1;
   }
   if (departure == PYNCCL_ABORTS_FIRST && !w->dying) w->dying = pynccl_now();
-  if (p->socket < 0 && !p->gone) {
+  if (!p->line && !p->gone) {
     p->gone = 1;
     p->gone_at = pynccl_now();
   }
@@ -389,7 +322,7 @@ void pynccl_learn(pynccl_watch* w, const pynccl_news* news, int from) {
   }
   if (!news->departure || p->departure) return;
   // Its own connection brings its last frames first.
-  if (p->socket >= 0 && from != rank)
+  if (p->line && from != rank)
     p->hearsay = news->departure;
   else
     pynccl_departed(w, p, news->departure);
@@ -455,6 +388,44 @@ int pynccl_watch_neighbours(int size, int mesh, int* steps) {
       if (!known) steps[count++] = one;
     }
   return count;
+}
+
+// --- lines for a new communicator --------------------------------------------------------------------------
+
+uint64_t pynccl_line_offer(const pynccl_process* other, int sealed) {
+  pthread_mutex_lock(&pynccl_watchdog.lock);
+  pynccl_line* line = pynccl_line_to(other, sealed);
+  if (line) ++line->references;
+  const uint64_t name = line ? line->name : 0;
+  pthread_mutex_unlock(&pynccl_watchdog.lock);
+  return name;
+}
+
+void pynccl_line_withdraw(uint64_t name) {
+  pthread_mutex_lock(&pynccl_watchdog.lock);
+  pynccl_line* line = pynccl_line_named(name);
+  if (line) pynccl_line_release(line);
+  pthread_mutex_unlock(&pynccl_watchdog.lock);
+}
+
+int pynccl_channel_expect(uint64_t channel, int rank) {
+  pthread_mutex_lock(&pynccl_watchdog.lock);
+  const int r = pynccl_expect(channel, rank);
+  pthread_mutex_unlock(&pynccl_watchdog.lock);
+  return r;
+}
+
+void pynccl_channel_give_up(uint64_t channel, int rank, const pynccl_connection* made, int size) {
+  pthread_mutex_lock(&pynccl_watchdog.lock);
+  pynccl_drop_early(pynccl_take_early(channel, rank));
+  for (int r = 0; r < size; ++r) {
+    if (made[r].socket >= 0) close(made[r].socket);
+    pynccl_line* line = made[r].socket == PYNCCL_SHARED ? pynccl_line_named(made[r].line) : NULL;
+    if (!line) continue;
+    pynccl_line_send(line, &(pynccl_frame){.channel = channel, .from = (uint32_t)rank, .at = (uint32_t)r, .kind = FRAME_END});
+    pynccl_line_release(line);
+  }
+  pthread_mutex_unlock(&pynccl_watchdog.lock);
 }
 
 // --- processes ---------------------------------------------------------------------------------------------

@@ -33,10 +33,7 @@
 // - Sealing is between neighbours: who passes a frame on seals it anew, and every rank has the secret.
 #pragma once
 
-#include <pthread.h>
-
-#include "internal.h"
-#include "watch.h"
+#include "lines.h"
 
 #define TICK_MS 50
 // Between heartbeats: within ENDING_NS.
@@ -51,90 +48,14 @@
 // A rank that has been silent for this time when a wait times out is named as not responding; with many ranks
 // pynccl_silence().
 #define SILENCE_NS (1000 * MS)
-// A peer with this much unsent output gets no more frames.
-#define MOST_OUTPUT (1 << 20)
 // A process ends within this time after its connection, or it is taken for alive.
 #define ENDING_NS (2000 * MS)
-// The bytes that encryption adds to a frame.
-#define TAG_BYTES 16
-
-enum {
-  // Between neighbours.
-  FRAME_NEWS = 1,  // of ranks
-  FRAME_LOST,      // pairs of ranks
-  FRAME_FAILED,    // the sender's verdict names a rank
-  FRAME_TEXT,
-  FRAME_TROUBLE,   // its text has a bit for each rank of the verdict
-  FRAME_FAREWELL,  // the last one to a rank that leaves
-  // From any rank to others.
-  FRAME_ASK,
-  FRAME_MESSAGE,
-  // Of check mode.
-  FRAME_CALL,  // what the sender is about to call
-  FRAME_TELL,  // a question for the calls of all
-  FRAME_TOLD,
-  FRAME_EARLY  // in the inbox: a FRAME_CALL before which another one is to come
-};
-
-#define TROUBLE_RANKS (8 * (PYNCCL_FRAME_TEXT - 1))
-
-// The receivers of a frame: one rank, or all, or those in `set`, whose first rank is the number beside
-// TO_SET.
-#define TO_SET 0x40000000U
-#define TO_ALL 0x80000000U
-#define SET_RANKS 384
-
-// What a rank tells of a rank. A larger stamp is newer.
-typedef struct pynccl_news {
-  uint64_t calls;
-  uint32_t stamp;
-  uint16_t rank;
-  uint8_t kind;  // of its newest call; NO_KIND: none
-  uint8_t departure;
-} pynccl_news;
-#define NO_KIND 255
-
-#define FRAME_NEWS_COUNT 13
-
-// A rank, and one that it cannot reach.
-typedef struct pynccl_loss {
-  uint16_t rank, other;
-} pynccl_loss;
-#define FRAME_PAIRS 52
-
-// What travels over the channel, always whole.
-typedef struct pynccl_frame {
-  uint32_t kind;
-  uint32_t code;  // of news and pairs: how many
-  uint32_t origin, to;
-  uint64_t sequence;  // of the origin; 0: not flooded
-  uint64_t serial;    // counts what the origin has posted to this receiver; 0: not posted
-  uint64_t number;
-  union {
-    struct {
-      uint64_t words[6];
-      char text[PYNCCL_FRAME_TEXT];
-    };
-    uint64_t set[SET_RANKS / 64];
-    pynccl_news news[FRAME_NEWS_COUNT];
-    pynccl_loss pairs[FRAME_PAIRS];
-  };
-} pynccl_frame;
-
-// The functions of pynccl_sealing.
-typedef int pynccl_encrypt(unsigned char* out, unsigned long long* out_bytes, const unsigned char* message,
-                           unsigned long long bytes, const unsigned char* also, unsigned long long also_bytes,
-                           const unsigned char* unused, const unsigned char* nonce, const unsigned char* key);
-typedef int pynccl_decrypt(unsigned char* out, unsigned long long* out_bytes, unsigned char* unused,
-                           const unsigned char* sealed, unsigned long long bytes, const unsigned char* also,
-                           unsigned long long also_bytes, const unsigned char* nonce,
-                           const unsigned char* key);
 
 typedef struct pynccl_peer {
-  int socket;  // -1: none
+  pynccl_line* line;  // NULL: none
   int departure;
   int hearsay;           // the departure of a neighbour as others tell it, before its own last frames
-  int gone;              // the connection has ended, or no neighbour reaches it
+  int gone;              // the connection to it has ended, or no neighbour reaches it
   int late;              // it never began: the rank did not connect in time
   int named;             // another rank's verdict names it as failed
   int64_t heard;         // when its last frame or news came, by pynccl_watchdog.awake
@@ -153,19 +74,11 @@ typedef struct pynccl_peer {
   int pid;  // 0: unknown
   uint64_t start;
   int ended;
-  int local;         // the connection does not leave the host
-  int64_t heard_at;  // when the last frame came over its connection, by CLOCK_MONOTONIC
   int64_t gone_at;
   int provable;  // the end of its process is a proof: it did not go on without this rank before
   uint64_t calls;
   int last_kind;  // kind of its newest call; -1: none
-  size_t input_bytes;
-  unsigned char input[sizeof(pynccl_frame) + TAG_BYTES];
-  pynccl_cipher outgoing, incoming;
   int tampered;  // a frame from it was not authentic
-  int wants_output;
-  char* output;
-  size_t output_bytes, output_capacity;
   char* report;  // the text of its verdict, received so far
   pynccl_frame* inbox;
   int inbox_count, inbox_capacity;
@@ -185,9 +98,10 @@ struct pynccl_watch {
   pynccl_comm* comm;
   pynccl_watch* next;
   uint32_t id;
+  uint64_t channel;  // the communicator's number in frames
+  pynccl_early* early;  // frames that came before this rank watched
+  int begun;            // they have been handled
   int listed, connected, checking, size, rank, is_cpu, on_failure;
-  pynccl_encrypt* encrypt;  // NULL: frames are plain
-  pynccl_decrypt* decrypt;
   struct pynccl_said* said;  // announced calls without a counterpart so far
   int said_count, said_capacity;
   uint64_t rounds;      // how many collectives were announced
@@ -234,7 +148,7 @@ struct pynccl_watchdog {
   pthread_mutex_t lock;
   pthread_cond_t changed;
   pynccl_watch* watches;
-  int running, epoll, wake;
+  int running, wake;
   int reserved;  // how many communicators will be watched, besides `watches`
   uint32_t last_id;
   // For how long the thread has listened. A process that was stopped or got no CPU must not take the others
@@ -251,7 +165,10 @@ extern struct pynccl_watchdog pynccl_watchdog;
 // Wait for a change until a time; 0 if that has passed.
 int pynccl_await(int64_t until);
 
-void pynccl_watch_epoll(pynccl_watch* w, int rank, int how);
+// Keep a watch alive while the lock is released. Fails if its last reference is gone: the thread that dropped
+// it waits for the lock to remove the watch from the list.
+int pynccl_hold(pynccl_watch* w);
+void pynccl_let_go(pynccl_watch* w);
 // Whether another rank takes part: it has neither left nor gone.
 int pynccl_takes_part(const pynccl_watch* w, int rank);
 // Whether a rank was asked longer than `limit` ago, and has not answered.
@@ -271,18 +188,11 @@ int pynccl_spread_loss(pynccl_watch* w, int rank, int other);
 void pynccl_report_loss(pynccl_watch* w, int rank);
 // Clear `missed` for the ranks that this rank reaches, directly or through others.
 void pynccl_reach(const pynccl_watch* w, char* missed);
+// The connection to a rank has ended, or ends here.
 void pynccl_hang_up(pynccl_watch* w, int rank);
-// Begin with a peer's connected socket; negative: it has none.
-void pynccl_take_socket(pynccl_peer* p, int socket);
-void pynccl_seal_with(pynccl_watch* w, const pynccl_sealing* sealing);
-size_t pynccl_wire_bytes(const pynccl_watch* w);
-// Returns 0 if the input is not authentic or not the next frame.
-int pynccl_unpack(const pynccl_watch* w, pynccl_peer* p, pynccl_frame* frame);
 // Put a frame of a rank into its inbox. The caller announces the change.
 int pynccl_keep_frame(pynccl_peer* p, const pynccl_frame* frame);
 void pynccl_drop_frame(pynccl_peer* p, int at);
-// Send queued output to a rank.
-void pynccl_push(pynccl_watch* w, int rank);
 // Send a frame to a neighbour, and to all.
 int pynccl_send_frame(pynccl_watch* w, int rank, const pynccl_frame* frame);
 void pynccl_tell_all(pynccl_watch* w, const pynccl_frame* frame);

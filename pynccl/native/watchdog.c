@@ -117,38 +117,10 @@ static void pynccl_inspect(pynccl_watch* w, int64_t now) {
 
 static __thread int pynccl_is_watchdog;
 
-static pynccl_watch* pynccl_find_watch(uint32_t id) {
-  pynccl_watch* w = pynccl_watchdog.watches;
-  while (w && w->id != id) w = w->next;
-  return w;
-}
-
-// Keep a watch alive while the lock is released. Fails if its last reference is gone: the thread that dropped
-// it waits for the lock to remove the watch from the list.
-static int pynccl_hold(pynccl_watch* w) {
-  int* references = &w->comm->references;
-  int n = __atomic_load_n(references, __ATOMIC_RELAXED);
-  while (n && !__atomic_compare_exchange_n(references, &n, n + 1, 1, __ATOMIC_RELAXED, __ATOMIC_RELAXED))
-    continue;
-  return n;
-}
-
-static void pynccl_let_go(pynccl_watch* w) {
-  pynccl_comm* comm = w->comm;
-  int n = __atomic_load_n(&comm->references, __ATOMIC_RELAXED);
-  while (n > 1 &&
-         !__atomic_compare_exchange_n(&comm->references, &n, n - 1, 1, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED))
-    continue;
-  if (n > 1) return;
-  pthread_mutex_unlock(&pynccl_watchdog.lock);
-  pynccl_comm_release(comm);
-  pthread_mutex_lock(&pynccl_watchdog.lock);
-}
-
 static void pynccl_close_watchdog(void) {
-  if (pynccl_watchdog.epoll >= 0) close(pynccl_watchdog.epoll);
+  if (pynccl_lines.epoll >= 0) close(pynccl_lines.epoll);
   if (pynccl_watchdog.wake >= 0) close(pynccl_watchdog.wake);
-  pynccl_watchdog.epoll = pynccl_watchdog.wake = -1;
+  pynccl_lines.epoll = pynccl_watchdog.wake = -1;
 }
 
 static void* pynccl_watch_all(void* nothing) {
@@ -162,7 +134,7 @@ static void* pynccl_watch_all(void* nothing) {
   pthread_mutex_lock(&pynccl_watchdog.lock);
   while (pynccl_watchdog.watches || pynccl_watchdog.reserved) {
     pthread_mutex_unlock(&pynccl_watchdog.lock);
-    const int n = epoll_wait(pynccl_watchdog.epoll, events, 64, TICK_MS);
+    const int n = epoll_wait(pynccl_lines.epoll, events, 64, TICK_MS);
     pthread_mutex_lock(&pynccl_watchdog.lock);
     int64_t now = pynccl_now();
     // What ended while this process did not run ended at an unknown time.
@@ -175,12 +147,12 @@ static void* pynccl_watch_all(void* nothing) {
         (void)!read(pynccl_watchdog.wake, &count, sizeof count);
         continue;
       }
-      pynccl_watch* w = pynccl_find_watch((uint32_t)(events[i].data.u64 >> 32));
-      const int rank = (int)(uint32_t)events[i].data.u64;
-      if (!w || !pynccl_hold(w)) continue;
-      if (events[i].events & EPOLLOUT && w->peers[rank].socket >= 0) pynccl_push(w, rank);
-      if (events[i].events & (EPOLLIN | EPOLLHUP | EPOLLERR)) pynccl_read(w, rank);
-      pynccl_let_go(w);
+      pynccl_line* line = pynccl_line_with_id((uint32_t)events[i].data.u64);
+      if (!line) continue;
+      ++line->references;
+      if (events[i].events & EPOLLOUT) pynccl_line_push(line);
+      if (events[i].events & (EPOLLIN | EPOLLHUP | EPOLLERR)) pynccl_read(line);
+      pynccl_line_release(line);
     }
     // Iterate by id: the list may change, since inspecting a watch releases the lock.
     for (uint32_t id = 0;;) {
@@ -190,6 +162,7 @@ static void* pynccl_watch_all(void* nothing) {
       if (!next) break;
       id = next->id;
       if (!pynccl_hold(next)) continue;
+      pynccl_catch_up(next);
       if (now - next->beat_at >= BEAT_NS) {
         next->beat_at = now;
         pynccl_beat(next);
@@ -225,11 +198,11 @@ static void pynccl_in_child(void) {
     w->listed = w->responding = w->touching = 0;
     w->handle = 0;
     w->marker_count = 0;
-    for (int r = 0; r < w->size; ++r) {
-      if (w->peers[r].socket >= 0) close(w->peers[r].socket);
-      w->peers[r].socket = -1;
-    }
+    for (int r = 0; r < w->size; ++r) w->peers[r].line = NULL;
+    pynccl_drop_early(w->early);
+    w->early = NULL;
   }
+  pynccl_lines_of_the_parent();
   pynccl_close_watchdog();
   pynccl_watchdog.watches = NULL;
   pynccl_watchdog.running = pynccl_watchdog.reserved = 0;
@@ -246,11 +219,11 @@ static int pynccl_run_watchdog(void) {
   }
   if (pynccl_watchdog.running) return 0;
   pynccl_close_watchdog();
-  pynccl_watchdog.epoll = epoll_create1(EPOLL_CLOEXEC);
+  pynccl_lines.epoll = epoll_create1(EPOLL_CLOEXEC);
   pynccl_watchdog.wake = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
   struct epoll_event e = {.events = EPOLLIN, .data.u64 = 0};
-  if (pynccl_watchdog.epoll >= 0 && pynccl_watchdog.wake >= 0 &&
-      !epoll_ctl(pynccl_watchdog.epoll, EPOLL_CTL_ADD, pynccl_watchdog.wake, &e))
+  if (pynccl_lines.epoll >= 0 && pynccl_watchdog.wake >= 0 &&
+      !epoll_ctl(pynccl_lines.epoll, EPOLL_CTL_ADD, pynccl_watchdog.wake, &e))
     return 0;
   const int error = errno;
   pynccl_close_watchdog();
@@ -270,22 +243,16 @@ static void pynccl_wake(void) {
 
 // --- a communicator's watch --------------------------------------------------------------------------------
 
-static void pynccl_close_sockets(const int* sockets, int size) {
-  for (int i = 0; sockets && i < size; ++i)
-    if (sockets[i] >= 0) close(sockets[i]);
-}
-
 // With the last reference to the communicator.
 static void pynccl_watch_free(pynccl_comm* comm) {
   pynccl_watch* w = comm->watch;
   // Garbage-collected without an end: for the others this rank has gone.
   pynccl_watch_stop(comm, PYNCCL_STAYS);
   for (int r = 0; r < w->size; ++r) {
-    free(w->peers[r].output);
     free(w->peers[r].inbox);
     free(w->peers[r].report);
   }
-  explicit_bzero(w->peers, (size_t)w->size * sizeof *w->peers);
+  pynccl_drop_early(w->early);
   free(w->markers);
   free(w->said);
   free(w->told);
@@ -313,19 +280,57 @@ void pynccl_watch_unreserve(void) {
   pthread_mutex_unlock(&pynccl_watchdog.lock);
 }
 
-int pynccl_watch_start(pynccl_comm* comm, const int* sockets, int mesh, int64_t timeout_ms, int on_failure,
-                       uintptr_t context, const pynccl_sealing* sealing) {
+static pynccl_watch* pynccl_watch_new(pynccl_comm* comm) {
   pynccl_watch* w = calloc(1, sizeof *w + (size_t)comm->size * sizeof(pynccl_peer));
   if (w) w->steps = calloc(2 * (size_t)comm->size, sizeof *w->steps);
   if (w && w->steps) w->ways = calloc(2 * (size_t)comm->size, sizeof *w->ways);
-  if (!w || !w->ways) {
-    if (w) free(w->steps);
-    return free(w), pynccl_close_sockets(sockets, comm->size), ENOMEM;
+  if (w && w->ways) return w;
+  if (w) free(w->steps);
+  free(w);
+  return NULL;
+}
+
+// Take over the connections: 0 or ENOMEM.
+static int pynccl_take_lines(pynccl_watch* w, const pynccl_connection* made, const pynccl_sealing* sealing) {
+  int error = 0;
+  for (int r = 0; r < w->size; ++r) {
+    pynccl_peer* p = &w->peers[r];
+    p->heard = pynccl_watchdog.awake;
+    // Whether a rank is alive that cannot be reached, only its neighbours can tell.
+    p->provable = made && r != w->rank && made[r].socket != PYNCCL_NO_LINE;
+    if (!p->provable) continue;
+    if (made[r].socket == PYNCCL_SHARED) p->line = pynccl_line_named(made[r].line);
+    if (made[r].socket < 0 || (p->line = pynccl_line_new(&made[r], sealing, r))) continue;
+    close(made[r].socket);
+    error = ENOMEM;
+  }
+  return error;
+}
+
+// Neighbours that have gone before.
+static void pynccl_note_absent(pynccl_watch* w, const pynccl_connection* made) {
+  for (int r = 0; made && r < w->size; ++r) {
+    pynccl_peer* p = &w->peers[r];
+    if (r == w->rank || p->line || made[r].socket == PYNCCL_NO_LINE) continue;
+    p->gone = 1;
+    p->late = made[r].socket == PYNCCL_LINE_LATE;
+    p->gone_at = pynccl_now();
+    pynccl_report_loss(w, r);
+  }
+}
+
+int pynccl_watch_start(pynccl_comm* comm, const pynccl_connection* made, uint64_t channel, int mesh,
+                       int64_t timeout_ms, int on_failure, uintptr_t context, const pynccl_sealing* sealing) {
+  pynccl_watch* w = pynccl_watch_new(comm);
+  if (!w) {
+    if (made) pynccl_channel_give_up(channel, comm->rank, made, comm->size);
+    return ENOMEM;
   }
   w->comm = comm;
   w->size = comm->size;
   w->rank = comm->rank;
-  w->connected = sockets != NULL;
+  w->connected = made != NULL;
+  w->channel = channel;
   w->is_cpu = comm->waits;
   w->context = context;
   w->on_failure = on_failure;
@@ -338,21 +343,12 @@ int pynccl_watch_start(pynccl_comm* comm, const int* sockets, int mesh, int64_t 
   w->handle = comm->handle;
   w->last_kind = -1;
   w->stale = 1;
-  if (sealing) pynccl_seal_with(w, sealing);
   pthread_mutex_lock(&pynccl_watchdog.lock);
   w->id = ++pynccl_watchdog.last_id;
   w->asked = pynccl_watchdog.awake - w->question;
-  for (int i = 0; i < w->size; ++i) {
-    pynccl_take_socket(&w->peers[i], sockets && i != w->rank ? sockets[i] : -1);
-    if (w->peers[i].socket >= 0) pynccl_watch_epoll(w, i, EPOLL_CTL_ADD);
-  }
-  for (int i = 0; i < w->size; ++i) {
-    if (w->peers[i].socket >= -1) continue;
-    w->peers[i].gone = 1;
-    w->peers[i].late = w->peers[i].socket == -3;
-    w->peers[i].gone_at = pynccl_now();
-    pynccl_report_loss(w, i);
-  }
+  const int error = pynccl_take_lines(w, made, sealing);
+  pynccl_note_absent(w, made);
+  w->early = pynccl_take_early(channel, w->rank);
   w->listed = 1;
   w->next = pynccl_watchdog.watches;
   pynccl_watchdog.watches = w;
@@ -360,7 +356,7 @@ int pynccl_watch_start(pynccl_comm* comm, const int* sockets, int mesh, int64_t 
   comm->unwatch = pynccl_watch_free;
   pynccl_wake();
   pthread_mutex_unlock(&pynccl_watchdog.lock);
-  return 0;
+  return error;
 }
 
 static void pynccl_watch_unlist(pynccl_watch* w) {

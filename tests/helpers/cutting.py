@@ -24,7 +24,7 @@ class Cutter:
 
         def noted(*args: Any) -> channel.Channel:
             channel = connect(*args)
-            self.sockets.append(channel.sockets)
+            self.sockets.append([each.socket for each in channel.lines.connections])
             return channel
 
         setattr(channel, "connect", noted)  # noqa: B010
