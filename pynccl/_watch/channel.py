@@ -111,7 +111,9 @@ def connect(
         late = links.answer(look)
         # They were alive when they connected; a process that is invisible now never proves anything.
         here = processes[rank].space
-        visible = [one.space == here and 0 < one.start == lib.pynccl_process_start(one.pid) for one in processes]
+        visible = [
+            one.space == here and 0 < one.start == lib.pynccl_process_start(one.pid) for one in processes
+        ]
         lines.add(links.take_found(), late)
         # What was opened belongs to the watchdog from now on.
         return Channel(lines.hand_over(), late, mesh, processes, visible, links.sessions)

@@ -166,6 +166,7 @@ void pynccl_read(pynccl_line* line) {
   pynccl_frame frame;
   int came;
   while ((came = pynccl_line_receive(line, &frame)) > 0) {
+    line->heard = pynccl_watchdog.awake;
     pynccl_watch* w = pynccl_receiver(&frame);
     if (!w) {
       pynccl_keep_early(line, &frame);

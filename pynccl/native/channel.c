@@ -66,8 +66,12 @@ int pynccl_owes(const pynccl_watch* w, int rank, int64_t limit) {
   return since && pynccl_watchdog.awake - since > limit;
 }
 
+int64_t pynccl_heard(const pynccl_peer* p) {
+  return p->line && p->line->heard > p->heard ? p->line->heard : p->heard;
+}
+
 int pynccl_silent(const pynccl_watch* w, int rank, int64_t limit) {
-  return pynccl_takes_part(w, rank) && pynccl_watchdog.awake - w->peers[rank].heard > limit &&
+  return pynccl_takes_part(w, rank) && pynccl_watchdog.awake - pynccl_heard(&w->peers[rank]) > limit &&
          pynccl_owes(w, rank, limit);
 }
 
@@ -138,8 +142,8 @@ void pynccl_hang_up(pynccl_watch* w, int rank) {
   p->line = NULL;
   w->stale = p->gone = 1;
   p->gone_at = pynccl_now();
-  p->provable = p->gone_at >= pynccl_watchdog.blind_until &&
-                (line->local || p->gone_at - line->heard_at <= ENDING_NS);
+  p->provable =
+      p->gone_at >= pynccl_watchdog.blind_until && (line->local || p->gone_at - line->heard_at <= ENDING_NS);
   pynccl_line_release(line);
   pthread_cond_broadcast(&pynccl_watchdog.changed);
   if (!p->departure) p->departure = p->hearsay;
@@ -251,10 +255,14 @@ static void pynccl_freshen(pynccl_watch* w, int rank) {
 
 void pynccl_beat(pynccl_watch* w) {
   const pynccl_frame beat = {.kind = FRAME_NEWS, .code = 1, .news = {pynccl_news_of(w, w->rank)}};
+  const int64_t before = pynccl_now() - BEAT_NS / 2;
+  const int idle = w->beaten == beat.news[0].calls;
+  w->beaten = beat.news[0].calls;
   for (int i = 0; i < w->beat_count; ++i) {
     const int r = (w->rank + w->beats[i]) % w->size;
-    // A peer that does not read needs no second heartbeat.
-    if (w->peers[r].line && !w->peers[r].line->output_bytes) pynccl_send_frame(w, r, &beat);
+    const pynccl_line* line = w->peers[r].line;
+    // A peer that does not read needs no second heartbeat, and one for all communicators of a line is enough.
+    if (line && !line->output_bytes && !(idle && line->sent_at > before)) pynccl_send_frame(w, r, &beat);
   }
 }
 
@@ -422,7 +430,9 @@ void pynccl_channel_give_up(uint64_t channel, int rank, const pynccl_connection*
     if (made[r].socket >= 0) close(made[r].socket);
     pynccl_line* line = made[r].socket == PYNCCL_SHARED ? pynccl_line_named(made[r].line) : NULL;
     if (!line) continue;
-    pynccl_line_send(line, &(pynccl_frame){.channel = channel, .from = (uint32_t)rank, .at = (uint32_t)r, .kind = FRAME_END});
+    pynccl_line_send(
+        line,
+        &(pynccl_frame){.channel = channel, .from = (uint32_t)rank, .at = (uint32_t)r, .kind = FRAME_END});
     pynccl_line_release(line);
   }
   pthread_mutex_unlock(&pynccl_watchdog.lock);
@@ -507,7 +517,7 @@ int64_t pynccl_watch_heard(pynccl_comm* comm, int rank) {
   if (!w || rank < 0 || rank >= w->size) return 0;
   pthread_mutex_lock(&pynccl_watchdog.lock);
   pynccl_ask_all(w);
-  const int64_t heard = w->peers[rank].heard;
+  const int64_t heard = pynccl_heard(&w->peers[rank]);
   pthread_mutex_unlock(&pynccl_watchdog.lock);
   return heard;
 }

@@ -78,8 +78,8 @@ typedef struct pynccl_peer {
   int provable;  // the end of its process is a proof: it did not go on without this rank before
   uint64_t calls;
   int last_kind;  // kind of its newest call; -1: none
-  int tampered;  // a frame from it was not authentic
-  char* report;  // the text of its verdict, received so far
+  int tampered;   // a frame from it was not authentic
+  char* report;   // the text of its verdict, received so far
   pynccl_frame* inbox;
   int inbox_count, inbox_capacity;
 } pynccl_peer;
@@ -98,7 +98,7 @@ struct pynccl_watch {
   pynccl_comm* comm;
   pynccl_watch* next;
   uint32_t id;
-  uint64_t channel;  // the communicator's number in frames
+  uint64_t channel;     // the communicator's number in frames
   pynccl_early* early;  // frames that came before this rank watched
   int begun;            // they have been handled
   int listed, connected, checking, size, rank, is_cpu, on_failure;
@@ -117,6 +117,7 @@ struct pynccl_watch {
   int step_count;
   int* beats;  // the same to those that get heartbeats: few, also in a mesh
   int beat_count;
+  uint64_t beaten;    // how many calls of this rank the last heartbeat told
   int departure;      // of this rank
   uint64_t sequence;  // of its last flooded frame
   int* ways;      // for each rank the neighbour over which frames reach it, -1: none; then room for a search
@@ -173,6 +174,8 @@ void pynccl_let_go(pynccl_watch* w);
 int pynccl_takes_part(const pynccl_watch* w, int rank);
 // Whether a rank was asked longer than `limit` ago, and has not answered.
 int pynccl_owes(const pynccl_watch* w, int rank, int64_t limit);
+// When the last sign of a rank's life came, by pynccl_watchdog.awake.
+int64_t pynccl_heard(const pynccl_peer* p);
 // Whether a rank has been silent for longer than `limit` while the watchdog listened, and should have said
 // something.
 int pynccl_silent(const pynccl_watch* w, int rank, int64_t limit);
@@ -207,7 +210,7 @@ void pynccl_find_ways(pynccl_watch* w);
 // Whether all that a rank posts arrives, unless a rank dies.
 int pynccl_posts_arrive(const pynccl_watch* w, int rank);
 int pynccl_is_for(const pynccl_frame* frame, int rank);
-// Tell all neighbours this rank's news.
+// Send heartbeats with this rank's news.
 void pynccl_beat(pynccl_watch* w);
 // Whether the heartbeats of another rank come to this one.
 int pynccl_hears_beats(const pynccl_watch* w, int rank);

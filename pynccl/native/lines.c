@@ -153,6 +153,7 @@ int pynccl_line_send(pynccl_line* line, const pynccl_frame* frame) {
   }
   pynccl_pack(line, frame, line->output + line->output_bytes);
   line->output_bytes += bytes;
+  line->sent_at = pynccl_now();
   pynccl_line_push(line);
   return 0;
 }

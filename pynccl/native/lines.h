@@ -24,13 +24,15 @@ typedef int pynccl_decrypt(unsigned char* out, unsigned long long* out_bytes, un
 
 typedef struct pynccl_line {
   struct pynccl_line* next;
-  uint32_t id;           // of this end
-  uint64_t name;         // the same at both ends
-  pynccl_process other;  // at the other end
-  int references;        // the peers that use it, and offers
-  int socket;            // -1: the connection has ended
-  int local;             // it does not leave the host
-  int64_t heard_at;      // when the last frame came, by CLOCK_MONOTONIC
+  uint32_t id;              // of this end
+  uint64_t name;            // the same at both ends
+  pynccl_process other;     // at the other end
+  int references;           // the peers that use it, and offers
+  int socket;               // -1: the connection has ended
+  int local;                // it does not leave the host
+  int64_t heard_at;         // when the last frame came, by CLOCK_MONOTONIC
+  int64_t heard;            // the same, by pynccl_watchdog.awake
+  int64_t sent_at;          // when the last frame was sent, by CLOCK_MONOTONIC
   pynccl_encrypt* encrypt;  // NULL: frames are plain
   pynccl_decrypt* decrypt;
   pynccl_cipher outgoing, incoming;
@@ -80,8 +82,8 @@ void pynccl_line_release(pynccl_line* line);
 int pynccl_line_send(pynccl_line* line, const pynccl_frame* frame);
 // Send what has been kept.
 void pynccl_line_push(pynccl_line* line);
-// Receive a frame: 1. 0: none has come. -1: the connection has ended. -2: it is not authentic, or not the next
-// one.
+// Receive a frame: 1. 0: none has come. -1: the connection has ended. -2: it is not authentic, or not the
+// next one.
 int pynccl_line_receive(pynccl_line* line, pynccl_frame* frame);
 void pynccl_line_close(pynccl_line* line);
 // Keep the frames for a rank: 0 or ENOMEM.

@@ -184,7 +184,7 @@ static void pynccl_say_silent(const pynccl_watch* w, int rank, pynccl_verdict* v
   const pynccl_peer* p = &w->peers[rank];
   const int beats = pynccl_hears_beats(w, rank);
   pynccl_say(v->text, sizeof v->text, "is not responding: %s %.1f s ago", beats ? "last heard of" : "asked",
-             (double)(pynccl_watchdog.awake - (beats ? p->heard : p->owes)) / 1e9);
+             (double)(pynccl_watchdog.awake - (beats ? pynccl_heard(p) : p->owes)) / 1e9);
 }
 
 static void pynccl_say_failed(const pynccl_watch* w, int rank, pynccl_verdict* v) {
@@ -260,7 +260,8 @@ int pynccl_unsure(pynccl_watch* w, int64_t late) {
   pynccl_find_ways(w);
   for (int r = 0; r < w->size; ++r) {
     const pynccl_peer* p = &w->peers[r];
-    if (pynccl_takes_part(w, r) && !p->hidden && p->heard <= late && !pynccl_silent(w, r, pynccl_silence(w)))
+    if (pynccl_takes_part(w, r) && !p->hidden && pynccl_heard(p) <= late &&
+        !pynccl_silent(w, r, pynccl_silence(w)))
       return 1;
   }
   return 0;
@@ -303,7 +304,7 @@ static int pynccl_kind_of(const pynccl_watch* w, int rank) {
 static int64_t pynccl_age_of_news(const pynccl_watch* w) {
   int64_t oldest = pynccl_watchdog.awake;
   for (int r = 0; r < w->size; ++r)
-    if (pynccl_takes_part(w, r) && w->peers[r].heard < oldest) oldest = w->peers[r].heard;
+    if (pynccl_takes_part(w, r) && pynccl_heard(&w->peers[r]) < oldest) oldest = pynccl_heard(&w->peers[r]);
   return pynccl_watchdog.awake - oldest;
 }
 

@@ -60,9 +60,14 @@ typedef struct pynccl_process {
   uint64_t start;
 } pynccl_process;
 
-// A rank's connection to another one: a connected socket or PYNCCL_SHARED, the name of the line, and the process
-// at the other end. Or there is none: the rank is no neighbour, has gone, or did not connect in time.
-enum pynccl_connected { PYNCCL_NO_LINE = -1, PYNCCL_LINE_GONE = -2, PYNCCL_LINE_LATE = -3, PYNCCL_SHARED = -4 };
+// A rank's connection to another one: a connected socket or PYNCCL_SHARED, the name of the line, and the
+// process at the other end. Or there is none: the rank is no neighbour, has gone, or did not connect in time.
+enum pynccl_connected {
+  PYNCCL_NO_LINE = -1,
+  PYNCCL_LINE_GONE = -2,
+  PYNCCL_LINE_LATE = -3,
+  PYNCCL_SHARED = -4
+};
 typedef struct pynccl_connection {
   int socket;
   uint64_t line;
@@ -86,15 +91,15 @@ int pynccl_watch_neighbours(int size, int mesh, int* steps);
 // it is withdrawn, or passed on as a connection. `sealed`: whether it must encrypt.
 uint64_t pynccl_line_offer(const pynccl_process* other, int sealed);
 void pynccl_line_withdraw(uint64_t name);
-// Keep what other ranks send over shared lines for a rank of a new communicator, until it watches or gives up.
-// Returns 0 or ENOMEM.
+// Keep what other ranks send over shared lines for a rank of a new communicator, until it watches or gives
+// up. Returns 0 or ENOMEM.
 int pynccl_channel_expect(uint64_t channel, int rank);
 // The rank will not watch: close its connections.
 void pynccl_channel_give_up(uint64_t channel, int rank, const pynccl_connection* made, int size);
 // Start to watch a communicator, within a reservation. `made` has a connection for each rank, which the watch
 // then owns, or is NULL: no channel. `channel` is the communicator's number, equal on all ranks. `context` is
-// the CUDA context of its device; 0: the CPU library, or no driver. `sealing` is NULL without a secret: frames
-// are not encrypted. Returns 0 or ENOMEM. The watch lives as long as the communicator.
+// the CUDA context of its device; 0: the CPU library, or no driver. `sealing` is NULL without a secret:
+// frames are not encrypted. Returns 0 or ENOMEM. The watch lives as long as the communicator.
 int pynccl_watch_start(pynccl_comm* comm, const pynccl_connection* made, uint64_t channel, int mesh,
                        int64_t timeout_ms, int on_failure, uintptr_t context, const pynccl_sealing* sealing);
 // Announce the departure and close the channel. No effect if it is closed.
