@@ -1,8 +1,8 @@
 """The control channel: TCP connections between the ranks of a communicator, beside the library's own.
 
 With few ranks they connect any two; with more each rank has neighbours, which native/channel.h defines.
-Communicators share the connection between two processes (native/lines.h): two neighbours connect only if their
-processes have no connection yet.
+Communicators share the connection between two processes (native/lines.h): two neighbours connect only if
+their processes have no connection yet.
 The communicator itself carries the ranks' addresses and a fresh key; on a network, others may see its data.
 A connection begins with a handshake (`handshake.py`) in which each side proves that
 it has the key and, if there is one, the job's secret; with a secret all frames are encrypted. Then the
