@@ -141,14 +141,16 @@ class _Lines:
             if connection.line:
                 connection.socket = lib.PYNCCL_SHARED
         self._owned = True
-        if lib.pynccl_channel_expect(self.number, rank):
-            self.close()
-            raise NcclSystemError("the control channel cannot be opened: there is not enough memory")
 
     @property
     def missing(self) -> frozenset[int]:
         """Return the neighbours to which no line is offered."""
         return frozenset(r for r in self._neighbours if self.connections[r].socket != lib.PYNCCL_SHARED)
+
+    def expect(self) -> None:
+        """Keep what others send over shared lines before this rank watches."""
+        if lib.pynccl_channel_expect(self.number, self.rank):
+            raise NcclSystemError("the control channel cannot be opened: there is not enough memory")
 
     def names(self) -> bytes:
         """Return the names of the lines to the neighbours; 0: none is offered."""
@@ -242,6 +244,7 @@ def _place(
     """Listen and return the address, with the names of the lines; or zeros and the error."""
     names = lines.names()
     try:
+        lines.expect()
         listener = opened.enter_context(_listen("127.0.0.1" if one_host else outward_address()))
         _require_descriptors(listener, len(lines.missing) + 1)
         return listener, _pack_place(*listener.getsockname()[:2]) + names, None

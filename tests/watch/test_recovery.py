@@ -144,7 +144,7 @@ def shrinks_without_descriptors(rank: int, nranks: int, spare: int) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("spare", [0, 2, 3])
+@pytest.mark.parametrize("spare", [0, 1, 2])
 def test_shrink_without_descriptors(spare: int) -> None:
     """Every rank is told the cause and whose it is, not the death that it knows."""
     results = run(4, shrinks_without_descriptors, spare, backend="cpu", check=False, timeout=50)
