@@ -306,6 +306,8 @@ def _not_come(core: Core, nranks: int) -> NcclTimeoutError:
     did = "did not join" if len(fresh) == 1 else "joined"
     return NcclTimeoutError(
         f"growing the communicator: {who} {did} within {core.timeout or SECONDS:g} s",
+        # Of several, nobody knows which have come.
+        ranks=list(fresh) if len(fresh) == 1 else [],
         function=GROW.function,
         rank=core.rank,
         size=core.size,

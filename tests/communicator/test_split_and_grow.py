@@ -410,8 +410,9 @@ def test_a_rank_that_comes_too_late_to_grow(rank: int, nranks: int) -> None:
     late = "this rank joined too late, and needs a new unique id: timed out after 0.2 s: 1 of 2 ranks joined"
     with pynccl.init(timeout=0.2) as comm:
         uid = comm.get_unique_id()
-        with pytest.raises(NcclTimeoutError, match="new rank 1 did not join within 0.2 s"):
+        with pytest.raises(NcclTimeoutError, match="new rank 1 did not join within 0.2 s") as caught:
             comm.grow(2, uid)
+        assert caught.value.ranks == [1]
         with pytest.raises(NcclTimeoutError, match=f"rank 1 of 2: {late}, missing rank 1"):
             Communicator.join(2, uid, 1, timeout=30)
         uid = comm.get_unique_id()
