@@ -1,4 +1,7 @@
-"""What "the same host" means: a text for each thing that processes of one host may share."""
+"""What "the same host" means: a text for each thing that processes of one host may share.
+
+docs/architecture.md has the table; cpu/base/core.cpp says the same for the CPU library, which has no Python.
+"""
 
 from __future__ import annotations
 

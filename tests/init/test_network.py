@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import pytest
 
 from conftest import clean_environment
 from hosts import Hosts, needs_root
-from processes import piped
+from processes import completed, piped
 
 RANK = """
 import sys
@@ -34,6 +35,42 @@ capi.ncclCommFinalize(comm)
 capi.ncclCommDestroy(comm)
 print("good", flush=True)
 """
+
+IDENTITY = """
+import json
+from pynccl import capi
+from pynccl._base import host
+names = ("machine", "loopback", "process_ids", "clock")
+print(json.dumps({name: getattr(host, name)() for name in names} | {"library": capi.pyncclCpuHostId()}))
+"""
+
+
+def identity(*prefix: str, **env: str) -> dict[str, str | int]:
+    """Return what a process says of its host, in Python and by the CPU library."""
+    command = [*prefix, sys.executable, "-c", IDENTITY]
+    done = completed(command, env=clean_environment() | {"PYNCCL_LIBRARY": "cpu"} | env)
+    assert done.returncode == 0, done.stderr
+    said: dict[str, str | int] = json.loads(done.stdout)
+    return said
+
+
+def differing(prefix: list[str], **env: str) -> set[str]:
+    here, there = identity(**env), identity(*prefix, **env)
+    return {name for name, said in here.items() if said != there[name]}
+
+
+@needs_root
+def test_python_and_the_library_agree_what_one_host_is() -> None:
+    """By the table in docs/architecture.md."""
+    assert differing([]) == set()
+    assert differing(["unshare", "--net"]) == {"loopback", "library"}
+    processes = ["unshare", "--pid", "--fork", "--mount-proc"]
+    assert differing(processes) == {"process_ids", "library"}
+    assert differing(["unshare", "--net"], NCCL_HOSTID="pod") == {"loopback", "library"}
+    assert differing(processes, NCCL_HOSTID="pod") == {"process_ids"}
+    name = ["unshare", "--uts", "sh", "-ec", 'hostname other; exec "$@"', "sh"]
+    assert differing(name) == {"machine", "loopback", "library"}
+    assert differing(name, NCCL_HOSTID="pod") == {"machine", "loopback"}
 
 
 def read_id(maker: subprocess.Popen[str]) -> str:

@@ -54,7 +54,8 @@ std::string host_name() {
 }
 
 namespace {
-// Processes can share memory and abstract Unix sockets on one machine, in one network namespace, as one user.
+// Processes can share memory and abstract Unix sockets on one machine, in one network namespace, as one user:
+// see the table of hosts in docs/architecture.md, which _base/host.py follows, too.
 struct Machine {
   std::string text = first_line("/proc/sys/kernel/random/boot_id") + namespace_of("/proc/self/ns/net") +
                      namespace_of("/proc/self/ns/user");
