@@ -1,5 +1,9 @@
 """A libnccl that writes calls down, fails where it is told to, and is of any version.
 
+It stays beside null_library, whose functions follow from the C types and have no state: this one knows its
+communicators, their devices and errors, the group that is open and the memory that it gave. Its functions are
+written by hand, so that a test reads in the log which call of NCCL was made, and on which stream.
+
 It moves nothing, but in an all_gather of int64 all ranks have what this rank has; with FAKE_NCCL_FOLDER, a
 folder that the ranks share, an all_gather of int64 or int8 moves what it should.
 Linked with the fake driver it takes its device from the current context and launches on streams as NCCL does.

@@ -2,11 +2,14 @@
 
 `source`: one with every declared function that writes down its arguments and returns what it is told. It is
 made by other rules than the binding, from the C types alone, so that a wrong order, width or cast in the
-binding shows. `null_log` returns the newest call, `null_result` sets the results.
+binding shows. `null_log` returns the newest call, `null_result` sets the results; `instead` has the bodies
+that a test writes by hand.
 `forwarding`: the CPU library as if it were of a version.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 from pynccl import _build_ffi, cpu_library
 
@@ -57,12 +60,15 @@ _STRUCTS = (
 _BY_VALUE = ("ncclTeam_t", "ncclMultimemHandle_t")
 
 
-def source(version: int = VERSION, skip: frozenset[str] = frozenset()) -> str:
-    """Return the library's C source, without the functions in `skip`."""
+def source(
+    version: int = VERSION, skip: frozenset[str] = frozenset(), instead: Mapping[str, str] | None = None
+) -> str:
+    """Return the library's C source, without the functions in `skip`; `instead` has bodies by name."""
+    by_hand = instead or {}
     parts = [_HEAD, *(header.types for header in HEADERS), 'static const char* texts[] = {"alpha", "beta"};']
     for index, f in enumerate(FUNCTIONS):
         if f.name not in skip:
-            parts.append(f"{f.prototype} {{\n{_body(f, index, version)}}}")
+            parts.append(f"{f.prototype} {{\n{by_hand.get(f.name) or _body(f, index, version)}}}")
     return "\n".join(parts)
 
 
