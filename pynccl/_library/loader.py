@@ -156,18 +156,17 @@ def _load_auto() -> LibraryInfo:
         except OSError as error:
             tried.append(f"{candidate.how}: {error}")
     places = "\n".join(f"  - {line}" for line in tried)
-    raise LibraryNotFoundError(f"no NCCL library was found. Looked for:\n{places}\n{_advice()}")
+    driver = "" if cuda.available() else "No NVIDIA driver was found. "
+    raise LibraryNotFoundError(
+        f"no NCCL library was found.\nLooked for:\n{places}\n{driver}{what_to_install()}"
+    )
 
 
-# How the advice begins without a driver.
-NO_DRIVER = "No NVIDIA driver was found."
-
-
-def _advice() -> str:
+def what_to_install() -> str:
     """Return what to do without a library: first what can work on this machine."""
     if cuda.available():
         return f"Install {_INSTALL} {_ON_CPU}"
-    return f"{NO_DRIVER} {_ON_CPU} With a driver, install {_INSTALL}"
+    return f"{_ON_CPU} With a driver, install {_INSTALL}"
 
 
 def _file(text: str, how: str) -> str:

@@ -93,7 +93,7 @@ def test_a_mapped_library_whose_file_has_gone(run_python: Run, place: Callable[[
 def test_import_needs_no_library_and_the_first_call_says_where_it_looked(run_python: Run) -> None:
     done = run_python("import pynccl; print('imported', flush=True); pynccl.get_unique_id()", fails=True)
     assert done.stdout == "imported\n"
-    assert "LibraryNotFoundError: no NCCL library was found. Looked for:" in done.stderr
+    assert "LibraryNotFoundError: no NCCL library was found.\nLooked for:\n" in done.stderr
     for part in (
         "in this process: no libnccl is mapped",
         "nvidia-nccl wheel: not installed",

@@ -24,13 +24,12 @@ def check_library(machine: Machine) -> Iterator[Finding]:
     """Load the library that a program would load."""
     found = loaded()
     if isinstance(found, NcclError):
-        first, *rest = str(found).splitlines()
-        # A finding says elsewhere whether there is a driver.
-        advice = rest[-1].removeprefix(f"{loader.NO_DRIVER} ") if rest else "Correct PYNCCL_LIBRARY."
         named = machine.environ.get("PYNCCL_LIBRARY", "auto") not in ("", "auto")
+        # A finding says elsewhere whether there is a driver.
+        advice = "Correct PYNCCL_LIBRARY." if named else loader.what_to_install()
         say = error if machine.gpus() or named else warning
         why = "Every call of NCCL fails; `pynccl run` takes the CPU library if there is no driver."
-        yield say("library", first.removesuffix(" Looked for:"), why, advice)
+        yield say("library", str(found).splitlines()[0], why, advice)
         return
     kind = "the CPU library" if found.backend == "cpu" else "NCCL"
     yield ok("library", f"{kind} {loader.version_text(found.version)}, {found.path} ({found.how})")

@@ -141,7 +141,7 @@ def _reason_of_ranks(failure: testing.RankError) -> str:
 def reason(failure: BaseException) -> str:
     """Return an error as one line."""
     # Further lines are advice, which the check library gives.
-    return (str(failure) or repr(failure)).splitlines()[0].removesuffix(" Looked for:")
+    return (str(failure) or repr(failure)).splitlines()[0]
 
 
 def failed(text: str) -> Finding:
