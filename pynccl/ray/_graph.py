@@ -87,7 +87,7 @@ class _Collectives:
             if rank is None:
                 rank = self._own_rank = self.get_rank(ray.get_runtime_context().current_actor)
             what = f"the communicator of {len(self._actors)} actors of a graph"
-            comm = _connected[self._name] = connect(rank, len(self._actors), what, "graph", self._name)
+            comm = _connected[self._name] = connect(rank, len(self._actors), "graph", self._name, what=what)
         return comm
 
     def _complete(self, comm: Communicator, tensor: Any) -> None:

@@ -56,7 +56,7 @@ class Group(BaseGroup):
     def __init__(self, world_size: int, rank: int, group_name: str) -> None:
         """Join the group; every actor of the group must do so within PYNCCL_TIMEOUT, by default 600 s."""
         super().__init__(world_size, rank, group_name)
-        self.communicator = connect(rank, world_size, f"group {group_name!r}", "group", group_name)
+        self.communicator = connect(rank, world_size, "group", group_name, what=f"group {group_name!r}")
 
     @classmethod
     def backend(cls) -> str:

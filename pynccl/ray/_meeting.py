@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import ray
 
@@ -20,29 +20,25 @@ DEFAULT_TIMEOUT = 600.0
 def connect(
     rank: int,
     size: int,
-    what: str,
     *path: str,
+    what: str = "",
     live: Callable[[], None] | None = None,
-    names: Sequence[str] = (),
 ) -> Communicator:
     """Make the communicator of `size` actors that call this with the same path.
 
-    `what` and `names`, of actors whose ranks nobody has chosen, are for messages. The same path can be used
-    again, also after actors have died. `live` may raise to end the wait for others.
+    `what` is for messages. The same path can be used again, also after actors have died. `live` may raise to
+    end the wait for others.
     """
     seconds = resolve_timeout(None) or DEFAULT_TIMEOUT
     keys = Keys(*path, live=live)
 
     def late(missing: list[int]) -> Exception:
-        where = f"in Ray job {ray.get_runtime_context().get_job_id()}"
-        waited = f"waited {rounded(seconds)} s in Ray's key-value store"
-        if names:
-            late = " and ".join(names[each] for each in missing)
-            return BootstrapError(f"{what}: {names[rank]} {waited} for {late}, {where}")
+        job = ray.get_runtime_context().get_job_id()
         late = ", ".join(map(str, missing))
         return BootstrapError(
-            f"{what}: rank {rank} of {size} {waited}; ranks that never arrived: {late} "
-            f"({len(missing)} of {size}). Every actor of the group must join it, {where}"
+            f"{what and f'{what}: '}rank {rank} of {size} waited {rounded(seconds)} s in Ray's key-value "
+            f"store; ranks that never arrived: {late} ({len(missing)} of {size}). Every actor must come, in "
+            f"Ray job {job}"
         )
 
     if size == 1:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -56,11 +55,12 @@ class _Line:
         self.actors = [f"actor {actor}" for actor in name.split("-")]
         self.comm: Communicator | None = None
         self.aborted = threading.Event()
+        self._named = set[NcclError]()
 
     def open(self, rank: int) -> Communicator:
         if self.comm is None:
             path = "transport", self.name
-            self.comm = connect(rank, 2, self.what, *path, live=self._live, names=self.actors)
+            self.comm = connect(rank, 2, *path, live=self._live)
             self._live()
         return self.comm
 
@@ -69,9 +69,11 @@ class _Line:
         return f"the transfer between {' and '.join(self.actors)}"
 
     def name_actors(self, error: NcclError) -> None:
-        """Replace the ranks in the text of an error: the program has not made this communicator."""
-        text = re.sub(r"\brank ([01])\b( of 2\b)?", lambda found: self.actors[int(found[1])], str(error))
-        error.args = (text if text.startswith(self.what) else f"{self.what}: {text}",)
+        """Say in an error, once, who the ranks are: the program has not made this communicator."""
+        if error not in self._named:
+            ranks = " and ".join(f"rank {rank} is {actor}" for rank, actor in enumerate(self.actors))
+            error.args = (f"{self.what}: {error}; {ranks}",)
+            self._named.add(error)
 
     def _live(self) -> None:
         if self.aborted.is_set():
