@@ -65,6 +65,8 @@ struct Backend::Meeting {
   const std::string name;
   const std::string here;
   const Milliseconds limit;
+  // The verdict is this rank's, and its text names this rank.
+  mutable bool names_this_rank = false;
 
   std::string of(int rank) const { return c10::str(key, rank); }
   std::string failed(const std::string& why) const {
@@ -72,8 +74,10 @@ struct Backend::Meeting {
   }
 
   // The first rank that knows whether the call goes on decides for all, so that none makes it alone.
-  void decide(const std::function<std::string()>& verdict) const {
-    if (store->add(key + "decided", 1) == 1) store->set(key + "verdict", bytes(verdict()));
+  void decide(const std::function<std::string()>& verdict, bool names = true) const {
+    if (store->add(key + "decided", 1) != 1) return;
+    names_this_rank = names;
+    store->set(key + "verdict", bytes(verdict()));
   }
   bool decided() const { return store->check({key + "verdict"}); }
   std::string verdict() const {
@@ -85,7 +89,7 @@ struct Backend::Meeting {
   int64_t come(int rank, const std::vector<int>& ranks) const {
     store->set(of(rank), bytes(Word{name, ranks}.written()));
     const int64_t place = store->add(key + "come", 1);
-    if (place == size) decide([&] { return compared(); });
+    if (place == size) decide([&] { return compared(); }, false);
     return place;
   }
   std::string compared() const {
@@ -191,8 +195,7 @@ void Backend::meet(const std::string& name, const std::vector<int>& ranks,
   }
   const std::string verdict = all.verdict();
   if (verdict == kGo) return;
-  const bool own = verdict.find(" on " + here()) != std::string::npos;
-  C10_THROW_ERROR(DistBackendError, own ? verdict : c10::str(verdict, " (on ", here(), ")"));
+  C10_THROW_ERROR(DistBackendError, all.names_this_rank ? verdict : c10::str(verdict, " (on ", here(), ")"));
 }
 
 }  // namespace pynccl
