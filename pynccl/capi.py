@@ -315,3 +315,13 @@ def pyncclCpuGetAlgorithm(comm: int, collective: str, size: int) -> tuple[str, i
     except (TypeError, OverflowError) as error:
         raise _argument_error(error, "uintptr_t, size_t", comm=comm, size=size) from None
     return _text(out[0]), most[0]
+
+
+def pyncclCpuGetErrorPrefix(comm: int) -> tuple[int, int]:
+    function, place = _ffi.new("int*"), _ffi.new("int*")
+    try:
+        if r := _library.pyncclCpuGetErrorPrefix(comm, function, place):
+            _check(r, "pyncclCpuGetErrorPrefix", comm)
+    except (TypeError, OverflowError) as error:
+        raise _argument_error(error, "uintptr_t", comm=comm) from None
+    return function[0], place[0]

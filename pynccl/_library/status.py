@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from pynccl._base.host import is_short_of_descriptors
 from pynccl._errors import (
@@ -128,32 +128,56 @@ def mismatch(result: int, comm: int) -> int:
     return int(kind[0])
 
 
-def _cause(meaning: str, detail: str) -> str:
-    """Return the cause in an error's text; NCCL's last error may be that of an earlier call."""
-    if detail and _library_name() != "NCCL":
-        return detail
-    return "; ".join(filter(None, [meaning, detail and f"last error reported by NCCL: {detail}"]))
+class _Reported(NamedTuple):
+    """The library's last error: its text, and how much of that is the failed function and the rank."""
+
+    text: str
+    function: int = 0
+    place: int = 0
+
+    def is_of(self, function: str) -> bool:
+        return self.text[: self.function] == f"{function}: "
+
+    def cause(self, function: str) -> str:
+        return self.text[self.function :] if self.is_of(function) else self.text
 
 
-def _detail(result: int, function: str, comm: int) -> str:
-    """Return the library's text for a failed call."""
-    # First, since any other call may replace the text.
-    refusal = text(lib.ncclGetLastError(0))
+def _reported(comm: int) -> _Reported:
+    """Return the last error of a communicator, or of this thread."""
     detail = text(lib.ncclGetLastError(comm))
+    function, place = ffi.new("int*"), ffi.new("int*")
+    # Only the CPU library can tell.
+    told = lib.pyncclCpuGetErrorPrefix(comm, function, place) == 0
+    return _Reported(detail, function[0], place[0]) if told else _Reported(detail)
+
+
+def _cause(meaning: str, reported: _Reported, function: str) -> str:
+    """Return the cause in an error's text; NCCL's last error may be that of an earlier call."""
+    if reported.text and _library_name() != "NCCL":
+        return reported.cause(function)
+    last = reported.text and f"last error reported by NCCL: {reported.text}"
+    return "; ".join(filter(None, [meaning, last]))
+
+
+def _explained(result: int, function: str, comm: int) -> _Reported:
+    """Return what the library reports of a failed call."""
+    # First, since any other call may replace the text.
+    refusal = _reported(0)
+    reported = _reported(comm)
     # The CPU library's text for a communicator that has failed is that of its failure, which does not explain
     # why a later call was refused.
-    refused = result in (ncclInvalidArgument, ncclInvalidUsage) and refusal.startswith(f"{function}: ")
-    return refusal if refused and mismatch(result, comm) == pyncclCpuNoMismatch else detail
+    refused = result in (ncclInvalidArgument, ncclInvalidUsage) and refusal.is_of(function)
+    return refusal if refused and mismatch(result, comm) == pyncclCpuNoMismatch else reported
 
 
 def _failed(result: int, function: str, comm: int) -> NcclError:
-    detail = _detail(result, function, comm)
+    reported = _explained(result, function, comm)
     meaning = text(lib.ncclGetErrorString(result))
     cls = CollectiveMismatchError if mismatch(result, comm) != pyncclCpuNoMismatch else error_class(result)
-    cause = _cause(meaning, detail).removeprefix(f"{function}: ")
+    cause = _cause(meaning, reported, function)
     parts = [f"{function}: {result_name(result)}: {cause}" if cause else f"{function}: {result_name(result)}"]
     rank, size = place_of(comm) or (None, None)
-    if rank is not None and not cause.startswith(f"rank {rank} of {size}:"):
+    if rank is not None and not reported.place:
         parts.append(f"rank {rank} of {size}")
     if why := _why_exhausted(result):
         parts.append(why)
@@ -163,4 +187,4 @@ def _failed(result: int, function: str, comm: int) -> NcclError:
             f"no NVIDIA driver was found ({cuda.why_unavailable()}): "
             "set PYNCCL_LIBRARY=cpu to run on CPU memory without a GPU"
         )
-    return cls("; ".join(parts), result=result, function=function, detail=detail, rank=rank, size=size)
+    return cls("; ".join(parts), result=result, function=function, detail=reported.text, rank=rank, size=size)

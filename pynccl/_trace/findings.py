@@ -548,7 +548,6 @@ def _without_repeats(process: Process) -> Iterator[Reason]:
 
 def _shortened(text: str, others: Iterable[Reason]) -> str:
     for other in others:
-        known = other.text.removeprefix("the library reports: ")
-        if len(known) > len("..."):
-            text = text.replace(known, "...")
+        if len(other.text) > len("..."):
+            text = text.replace(other.text, "...")
     return text

@@ -273,11 +273,9 @@ class Watch:
     def _exception(self, found: Any) -> NcclError:
         text = ffi.string(found.text).decode(errors="replace")
         if found.reporter:
-            reporter = found.reporter - 1
-            text = text.removeprefix("the library reports: ").removeprefix(
-                f"rank {reporter} of {self.size}: "
-            )
-            text = f"rank {reporter} reports: {text}"
+            text = f"rank {found.reporter - 1} reports: {text[found.place :]}"
+        elif found.trouble == lib.PYNCCL_LIBRARY_FAILED:
+            text = f"the library reports: {text}"
         place: dict[str, Any] = {"rank": self.rank, "size": self.size}
         ranks = [int(rank) for rank in found.ranks[0 : found.count]]
         if found.trouble == lib.PYNCCL_RANKS_FAILED:

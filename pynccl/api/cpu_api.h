@@ -55,6 +55,9 @@ ncclResult_t pyncclCpuEventSynchronize(cudaEvent_t event, int64_t timeoutMs); //
 
 // The kind of the last error of a communicator, or of this thread if `comm` is NULL: a pyncclCpuErrorKind_t.
 ncclResult_t pyncclCpuGetErrorKind(ncclComm_t comm, int* kind); // since 2.32.3
+// How many bytes at the beginning of that error's text are the function that failed ("ncclSend: "), or the rank in
+// the communicator ("rank 0 of 2: "); 0: the text begins otherwise.
+ncclResult_t pyncclCpuGetErrorPrefix(ncclComm_t comm, int* functionBytes, int* placeBytes); // since 2.32.3
 // A pyncclCpuGone_t.
 ncclResult_t pyncclCpuIsGone(ncclComm_t comm, int rank, int* gone); // since 2.32.3
 // Whether a call of the communicator has waited for a call of that rank for more than 0.15 seconds, or if a call

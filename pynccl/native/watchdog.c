@@ -55,9 +55,10 @@ static void pynccl_conclude_library(pynccl_watch* w) {
   const char* text = w->handle ? ncclGetLastError(w->handle) : NULL;
   w->verdict.result = w->library_error;
   w->verdict.text[0] = 0;
-  pynccl_say(w->verdict.text, sizeof w->verdict.text, "the library reports: %s", text ? text : "");
-  int mismatch = pyncclCpuNoMismatch;
+  pynccl_say(w->verdict.text, sizeof w->verdict.text, "%s", text ? text : "");
+  int mismatch = pyncclCpuNoMismatch, function = 0;
   if (w->handle) pyncclCpuGetErrorKind(w->handle, &mismatch);
+  if (w->handle && pyncclCpuGetErrorPrefix(w->handle, &function, &w->verdict.place)) w->verdict.place = 0;
   pynccl_publish(w, mismatch != pyncclCpuNoMismatch ? PYNCCL_MISMATCHED : PYNCCL_LIBRARY_FAILED);
 }
 

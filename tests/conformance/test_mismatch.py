@@ -340,6 +340,26 @@ def test_ranks_grow_to_different_numbers(rank: Rank) -> None:
         ), results
 
 
+@on_pool(2)
+def test_what_an_error_is_about(rank: Rank) -> None:
+    """Of a failed communicator its failure, which names the rank; of a refused call why it was refused."""
+    api, comm = capi(), connect(rank)
+    x, place = np.ones(10 + rank.rank, np.float32), f"rank {rank.rank} of 2: "
+    refused = outcome(api.ncclSend, address(x), 1, FLOAT32, 7, comm, 0)
+    outcome(all_reduce, comm, x)
+    outcome(synchronize, comm)
+    later = outcome(all_reduce, comm, x)
+    about = api.pyncclCpuGetErrorPrefix(comm), str(api.ncclGetLastError(comm))
+    key = outcome(api.ncclParamBind, place)
+    rank.exchange()
+    api.ncclCommAbort(comm)
+    assert later[0] == INVALID_USAGE and later[1].count(f"rank {rank.rank} of 2") == 1, later
+    assert about[0] == (0, len(place)) and about[1].startswith(place), about
+    assert refused[1].startswith("ncclSend: ncclInvalidArgument: peer is 7"), refused
+    assert f"; rank {rank.rank} of 2; " in refused[1], refused
+    assert key[1].startswith("ncclParamBind: ncclInvalidArgument: no parameter is called"), key
+
+
 @pytest.mark.parametrize("end", ["revoke", "shrink"])
 @on_pool(3, transports=TRANSPORTS)
 def test_a_mismatch_stays_the_first_error(rank: Rank, end: str) -> None:

@@ -254,6 +254,7 @@ struct Calls {
          p.magic = f.one_in(10) ? 0 : NCCL_API_MAGIC; return ncclCommQueryProperties(f.comm(), f.out(&p)));
     CALL(return pyncclCpuDeviceCount(OUT(int)));
     CALL(return pyncclCpuGetErrorKind(f.comm(), OUT(int)));
+    CALL(return pyncclCpuGetErrorPrefix(f.comm(), OUT(int), OUT(int)));
     CALL(return pyncclCpuIsGone(f.comm(), f.any_int(), OUT(int)));
     CALL(return pyncclCpuIsAwaited(f.comm(), f.any_int(), OUT(int)));
     CALL(return pyncclCpuSignalCount(f.comm(), f.any_int(), f.any_int(), f.any_int(), OUT(uint64_t)));

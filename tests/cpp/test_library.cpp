@@ -375,6 +375,39 @@ TEST_CASE("the words of a mismatch make none") {
   CHECK(!is_mismatch(nullptr));
 }
 
+// What a text of the last error begins with, by its fields.
+std::pair<std::string, std::string> prefix_of(ncclComm_t comm) {
+  int function = -1, place = -1;
+  const std::string text = ncclGetLastError(comm);
+  OK(pyncclCpuGetErrorPrefix(comm, &function, &place));
+  return {text.substr(0, size_t(function)), text.substr(0, size_t(place))};
+}
+
+TEST_CASE("an error tells what its text begins with") {
+  using Prefix = std::pair<std::string, std::string>;
+  const ncclUniqueId id = new_id();
+  as_threads(2, [&](int r) {
+    ncclComm_t comm;
+    OK(ncclCommInitRank(&comm, 2, id, r));
+    float x[4] = {};
+    CHECK_EQ(int(ncclSend(x, 4, ncclFloat32, 7, comm, nullptr)), int(ncclInvalidArgument));
+    CHECK((prefix_of(nullptr) == Prefix{"ncclSend: ", ""}));
+    // In a group the end of the group returns it.
+    OK(ncclGroupStart());
+    ncclSend(x, 4, ncclFloat32, 7, comm, nullptr);
+    CHECK_EQ(int(ncclGroupEnd()), int(ncclInvalidArgument));
+    CHECK((prefix_of(nullptr) == Prefix{"ncclSend: ", ""}));
+    ncclAllReduce(x, x, r == 1 ? 3 : 4, ncclFloat32, ncclSum, comm, nullptr);
+    pyncclCpuStreamSynchronize(comm, nullptr, -1);
+    const std::string place = "rank " + std::to_string(r) + " of 2: ";
+    CHECK((prefix_of(comm) == Prefix{"", place}));
+    OK(ncclCommAbort(comm));
+  });
+  ncclParamHandle_t handle;
+  CHECK_EQ(int(ncclParamBind(&handle, "rank 0 of 2: ")), int(ncclInvalidArgument));
+  CHECK((prefix_of(nullptr) == Prefix{"ncclParamBind: ", ""}));
+}
+
 TEST_CASE("a killed rank is named") {
   const ncclUniqueId id = new_id();
   auto body = [&](int r) {

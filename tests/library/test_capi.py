@@ -89,6 +89,7 @@ def test_out_values_return(answers: Callable[..., Answers], name: str) -> None:
         "ncclParamGetParameter": "alpha",
         "ncclParamGetAllParameterKeys": ["alpha", "beta"],
         "pyncclCpuGetAlgorithm": f"('alpha', {index})",
+        "pyncclCpuGetErrorPrefix": f"({index}, {index})",
         "ncclParamGet": b"payload".hex(),
         "ncclResetDebugInit": None,
         "ncclParamDumpAll": None,
@@ -224,20 +225,13 @@ def test_wrong_python_arguments(run_python: Run, null: str) -> None:
     )
 
 
-LATE = """
-typedef struct ncclComm* ncclComm_t;
-static ncclComm_t* cell;
-int ncclGetVersion(int* version) { *version = 23203; return 0; }
-int ncclGroupStart(void) { return 0; }
-int ncclGroupEnd(void) { if (cell) *cell = (ncclComm_t)0x7f00000000ffLL; return 0; }
-int ncclCommSplit(ncclComm_t comm, int color, int key, ncclComm_t* newcomm, void* config) {
-  (void)comm, (void)key, (void)config;
-  *newcomm = 0;
-  cell = color < 0 ? 0 : newcomm;
-  return color == 9 ? 7 : 0;
+# The end of a group writes the handle of a split; those of the negative color never come.
+KEPT = "static struct ncclComm** late;\n"
+LATE = {
+    "ncclGroupEnd": "if (late) *late = (ncclComm_t)0x7f00000000ffLL;\nreturn 0;",
+    "ncclCommSplit": "*newcomm = 0; late = color < 0 ? 0 : newcomm; return color == 9 ? 7 : 0;",
+    "ncclCommUserRank": "*rank = (long long)comm == 0x7f00000000ffLL; return 0;",
 }
-int ncclCommUserRank(ncclComm_t comm, int* rank) { *rank = (long long)comm == 0x7f00000000ffLL; return 0; }
-"""
 
 
 def test_a_handle_that_is_written_late(run_python: Run, compile_library: Callable[..., str]) -> None:
@@ -258,7 +252,7 @@ assert not background
 capi.ncclGroupEnd()
 assert background == late
 """,
-        PYNCCL_LIBRARY=compile_library(LATE, "liblate.so"),
+        PYNCCL_LIBRARY=compile_library(KEPT + source(instead=LATE), "liblate.so"),
     )
 
 

@@ -228,6 +228,7 @@ CPU_FUNCTIONS: dict[str, Version] = {
     "pyncclCpuEventNotify": (2, 32, 3),
     "pyncclCpuEventSynchronize": (2, 32, 3),
     "pyncclCpuGetErrorKind": (2, 32, 3),
+    "pyncclCpuGetErrorPrefix": (2, 32, 3),
     "pyncclCpuIsGone": (2, 32, 3),
     "pyncclCpuIsAwaited": (2, 32, 3),
     "pyncclCpuGetAlgorithm": (2, 32, 3),

@@ -22,20 +22,19 @@ ncclResult_t submit_quietly(Job job) {
 ncclResult_t check_environment(const char* function) {
   const char* wrong = param_error();
   if (!wrong) wrong = fault_error();
-  return wrong ? fail(ncclInvalidArgument, "%s: %s", function, wrong) : ncclSuccess;
+  return wrong ? fail_in(function, ncclInvalidArgument, "%s", wrong) : ncclSuccess;
 }
 
 ncclResult_t submit_init(ncclComm_t* out, int nranks, int rank, const std::vector<Id>& ids, uint64_t ids_hash,
                          const ncclConfig_t* config, const char* function, int device, bool waits = false) {
   if (ncclResult_t r = check_environment(function); r != ncclSuccess) return r;
   show_handle(out, nullptr);
-  if (nranks < 1) return fail(ncclInvalidArgument, "%s: nranks is %d, expected at least 1", function, nranks);
+  if (nranks < 1) return fail_in(function, ncclInvalidArgument, "nranks is %d, expected at least 1", nranks);
   for (const Id& id : ids)
     if (!id.plausible())
-      return fail(ncclInvalidArgument,
-                  "%s: commId was not made by ncclGetUniqueId of this library; expected the bytes that one "
-                  "rank got from it",
-                  function);
+      return fail_in(function, ncclInvalidArgument,
+                     "commId was not made by ncclGetUniqueId of this library; expected the bytes that one "
+                     "rank got from it");
   Config settings;
   if (ncclResult_t r = read_config(config, function, &settings); r != ncclSuccess) return r;
   // The root hears of a wrong rank, too, so that it can tell the other ranks.
@@ -82,10 +81,10 @@ ncclResult_t check_devices(const int* devices, int ndev, const char* function) {
     if (ncclResult_t r = check_device(device, function, what.c_str()); r != ncclSuccess) return r;
     int owner = owners.emplace(device, i).first->second;
     if (owner != i && shared_devices() && !sharing_allowed())
-      return fail(ncclInvalidUsage,
-                  "%s: devlist[%d] and devlist[%d] are both device %d: set NCCL_MULTI_RANK_GPU_ENABLE=1 to "
-                  "share one",
-                  function, owner, i, device);
+      return fail_in(function, ncclInvalidUsage,
+                     "devlist[%d] and devlist[%d] are both device %d: set NCCL_MULTI_RANK_GPU_ENABLE=1 to "
+                     "share one",
+                     owner, i, device);
   }
   return ncclSuccess;
 }
@@ -209,10 +208,10 @@ ncclResult_t choose_id(const std::vector<GrowBlob>& all, Id* chosen) {
   for (const GrowBlob& theirs : all) ++count[theirs.has];
   int32_t wanted = count[GrowBlob::Passed] == 0 && all.size() > 1 ? GrowBlob::Made : GrowBlob::Passed;
   if (count[wanted] != 1)
-    return fail(ncclInvalidUsage,
-                "ncclCommGrow: %d existing ranks passed a uniqueId, expected one: the rank that called "
-                "ncclCommGetUniqueId",
-                count[GrowBlob::Passed]);
+    return fail_in("ncclCommGrow", ncclInvalidUsage,
+                   "%d existing ranks passed a uniqueId, expected one: the rank that called "
+                   "ncclCommGetUniqueId",
+                   count[GrowBlob::Passed]);
   for (const GrowBlob& theirs : all)
     if (theirs.has == wanted) *chosen = theirs.id;
   return ncclSuccess;
@@ -250,8 +249,8 @@ ncclResult_t run_grow(Child child, const GrowBlob& mine, const Meeting& meeting)
 ncclResult_t check_parent(const Comm& parent, const char* function) {
   Phase phase = parent.comm_state.phase.load();
   if (phase == Phase::Finalized || phase == Phase::Finalizing)
-    return fail(ncclInvalidUsage, "%s: comm has been finalized", function);
-  if (phase == Phase::Suspended) return fail(ncclInvalidUsage, "%s: comm is suspended", function);
+    return fail_in(function, ncclInvalidUsage, "comm has been finalized");
+  if (phase == Phase::Suspended) return fail_in(function, ncclInvalidUsage, "comm is suspended");
   return ncclSuccess;
 }
 
@@ -263,8 +262,8 @@ ncclResult_t submit_split(const std::shared_ptr<Comm>& parent, int color, int ke
   REQUIRE_POINTER(function, newcomm);
   show_handle(newcomm, nullptr);
   if (color < 0 && color != NCCL_SPLIT_NOCOLOR)
-    return fail(ncclInvalidArgument, "ncclCommSplit: color is %d, expected 0 or more or NCCL_SPLIT_NOCOLOR",
-                color);
+    return fail_in("ncclCommSplit", ncclInvalidArgument,
+                   "color is %d, expected 0 or more or NCCL_SPLIT_NOCOLOR", color);
   Job job{function, {}, parent, {}, parent->blocking};
   if (color == NCCL_SPLIT_NOCOLOR) {
     job.run = [=] { return stay_out(color, key, meeting); };
@@ -279,9 +278,9 @@ ncclResult_t submit_split(const std::shared_ptr<Comm>& parent, int color, int ke
 
 ncclResult_t read_excluded(const Comm& parent, const int* list, int count, std::set<int>* excluded) {
   if (count < 1 || count >= parent.nranks)
-    return fail(ncclInvalidArgument, "ncclCommShrink: excludeRanksCount is %d, expected 1 to %d", count,
-                parent.nranks - 1);
-  if (!list) return fail(ncclInvalidArgument, "ncclCommShrink: excludeRanksList is NULL");
+    return fail_in("ncclCommShrink", ncclInvalidArgument, "excludeRanksCount is %d, expected 1 to %d", count,
+                   parent.nranks - 1);
+  if (!list) return fail_in("ncclCommShrink", ncclInvalidArgument, "excludeRanksList is NULL");
   for (int i = 0; i < count; ++i) {
     int r = list[i];
     const char* wrong = r == parent.rank              ? "the calling rank itself"
@@ -289,7 +288,7 @@ ncclResult_t read_excluded(const Comm& parent, const int* list, int count, std::
                         : !excluded->insert(r).second ? "named twice"
                                                       : nullptr;
     if (wrong)
-      return fail(ncclInvalidArgument, "ncclCommShrink: excludeRanksList[%d] is %d: %s", i, r, wrong);
+      return fail_in("ncclCommShrink", ncclInvalidArgument, "excludeRanksList[%d] is %d: %s", i, r, wrong);
   }
   return ncclSuccess;
 }
@@ -306,7 +305,7 @@ ncclResult_t submit_shrink(const std::shared_ptr<Comm>& parent, const std::set<i
   REQUIRE_POINTER(function, newcomm);
   show_handle(newcomm, nullptr);
   if (flags & ~NCCL_SHRINK_ABORT)
-    return fail(ncclInvalidArgument, "ncclCommShrink: shrinkFlags is 0x%x", unsigned(flags));
+    return fail_in("ncclCommShrink", ncclInvalidArgument, "shrinkFlags is 0x%x", unsigned(flags));
   if (abort && !parent->comm_state.revoked.exchange(true))
     parent->stop_calls("stopped by ncclCommShrink with NCCL_SHRINK_ABORT");
   parent->drain(kForever);
@@ -326,10 +325,11 @@ ncclResult_t submit_grow(const std::shared_ptr<Comm>& parent, int nranks, const 
   REQUIRE_POINTER(function, newcomm);
   show_handle(newcomm, nullptr);
   if (rank != -1)
-    return fail(ncclInvalidArgument, "ncclCommGrow: rank is %d, expected -1 from a rank that exists", rank);
+    return fail_in("ncclCommGrow", ncclInvalidArgument, "rank is %d, expected -1 from a rank that exists",
+                   rank);
   if (nranks <= parent->nranks)
-    return fail(ncclInvalidArgument, "ncclCommGrow: nRanks is %d, expected more than the %d there are",
-                nranks, parent->nranks);
+    return fail_in("ncclCommGrow", ncclInvalidArgument, "nRanks is %d, expected more than the %d there are",
+                   nranks, parent->nranks);
   Child child;
   if (ncclResult_t r = make_child(parent, config, function, &child); r != ncclSuccess) return r;
   Job job{function, {}, child.comm, {}, child.comm->blocking};
@@ -343,11 +343,11 @@ ncclResult_t begin_finalize(Comm& comm) {
   std::lock_guard<std::mutex> lock(issue_lock());
   if (ncclResult_t r = check_ready(comm, "ncclCommFinalize"); r != ncclSuccess) return r;
   if (comm.comm_state.revoked.load())
-    return spoil_state(comm, fail(ncclInvalidArgument, "ncclCommFinalize: comm has been revoked"));
+    return spoil_state(comm, fail_in("ncclCommFinalize", ncclInvalidArgument, "comm has been revoked"));
   Phase ready = Phase::Ready;
   if (!comm.comm_state.phase.compare_exchange_strong(ready, Phase::Finalizing))
-    return spoil_state(comm, fail(ncclInvalidArgument,
-                                  "ncclCommFinalize: comm has been finalized already, or is suspended"));
+    return spoil_state(comm, fail_in("ncclCommFinalize", ncclInvalidArgument,
+                                     "comm has been finalized already, or is suspended"));
   return ncclSuccess;
 }
 
@@ -382,13 +382,13 @@ ncclResult_t submit_end(ncclComm_t handle, CommState::End how, const char* funct
 ncclResult_t begin_revoke(Comm& comm, int flags) {
   const char* function = "ncclCommRevoke";
   if (flags != NCCL_REVOKE_DEFAULT)
-    return fail(ncclInvalidArgument, "%s: revokeFlags is %d, expected NCCL_REVOKE_DEFAULT", function, flags);
+    return fail_in(function, ncclInvalidArgument, "revokeFlags is %d, expected NCCL_REVOKE_DEFAULT", flags);
   std::lock_guard<std::mutex> lock(issue_lock());
   Phase phase = comm.comm_state.phase.load();
   if (phase == Phase::Finalizing || phase == Phase::Finalized)
-    return fail(ncclInvalidArgument, "%s: comm has been finalized", function);
+    return fail_in(function, ncclInvalidArgument, "comm has been finalized");
   if (comm.comm_state.revoked.exchange(true))
-    return fail(ncclInvalidArgument, "%s: comm has been revoked already", function);
+    return fail_in(function, ncclInvalidArgument, "comm has been revoked already");
   return ncclSuccess;
 }
 
@@ -412,7 +412,7 @@ ncclResult_t ask(const char* function, const char* what, ncclComm_t handle, int*
   return guarded(function, [&] {
     std::shared_ptr<Comm> comm;
     if (ncclResult_t r = comm_of(handle, function, &comm); r != ncclSuccess) return r;
-    if (!out) return fail(ncclInvalidArgument, "%s: %s is NULL", function, what);
+    if (!out) return fail_in(function, ncclInvalidArgument, "%s is NULL", what);
     *out = get(*comm);
     return ncclSuccess;
   });
@@ -425,13 +425,21 @@ ncclResult_t ask_of(const char* function, const char* what, ncclComm_t handle, i
   return guarded(function, [&] {
     std::shared_ptr<Comm> comm;
     if (ncclResult_t r = any_comm_of(handle, function, &comm); r != ncclSuccess) return r;
-    if (!out) return fail(ncclInvalidArgument, "%s: %s is NULL", function, what);
+    if (!out) return fail_in(function, ncclInvalidArgument, "%s is NULL", what);
     int known = comm->session.known_ranks();
     if (rank < 0 || rank >= known)
-      return fail(ncclInvalidArgument, "%s: rank is %d, expected 0 to %d", function, rank, known - 1);
+      return fail_in(function, ncclInvalidArgument, "rank is %d, expected 0 to %d", rank, known - 1);
     *out = get(*comm);
     return ncclSuccess;
   });
+}
+
+// The last error of a communicator, or of this thread.
+ErrorCode error_code_of(ncclComm_t comm) {
+  std::shared_ptr<Comm> c = comm ? handles<Comm>().find(comm) : nullptr;
+  std::string text;
+  ErrorCode code = c ? c->report(&text) : ErrorCode();
+  return code.failed() ? code : last_error_code();
 }
 
 }  // namespace
@@ -508,7 +516,7 @@ ncclResult_t ncclCommInitRankScalable(ncclComm_t* newcomm, int nranks, int myran
     REQUIRE_POINTER(function, newcomm);
     REQUIRE_POINTER(function, commIds);
     if (nId < 1 || nId > nranks)
-      return fail(ncclInvalidArgument, "%s: nId is %d, expected 1 to nranks %d", function, nId, nranks);
+      return fail_in(function, ncclInvalidArgument, "nId is %d, expected 1 to nranks %d", nId, nranks);
     Token hash = Token::of(std::string(reinterpret_cast<char*>(commIds), size_t(nId) * sizeof *commIds));
     std::vector<Id> ids;
     for (int i = 0; i < nId; ++i) ids.push_back(id_of(commIds[i]));
@@ -521,14 +529,14 @@ ncclResult_t ncclCommInitAll(ncclComm_t* comm, int ndev, const int* devlist) {
   const char* function = "ncclCommInitAll";
   return in_group(function, [&] {
     REQUIRE_POINTER(function, comm);
-    if (ndev < 1) return fail(ncclInvalidArgument, "%s: ndev is %d, expected at least 1", function, ndev);
+    if (ndev < 1) return fail_in(function, ncclInvalidArgument, "ndev is %d, expected at least 1", ndev);
     if (ncclResult_t r = check_devices(devlist, ndev, function); r != ncclSuccess) return r;
     if (ndev > kMostLocalRanks)
-      return fail(
-          ncclSystemError,
-          "%s: ndev is %d, more ranks than the %d of one host for which there is memory: it grows with "
+      return fail_in(
+          function, ncclSystemError,
+          "ndev is %d, more ranks than the %d of one host for which there is memory: it grows with "
           "their square",
-          function, ndev, kMostLocalRanks);
+          ndev, kMostLocalRanks);
     return submit_init_all(comm, ndev, devlist);
   });
 }
@@ -562,16 +570,14 @@ ncclResult_t ncclCommGetUniqueId(ncclComm_t comm, ncclUniqueId* uniqueId) {
     if (ncclResult_t r = comm_of(comm, function, &c); r != ncclSuccess) return r;
     REQUIRE_POINTER(function, uniqueId);
     if (param_is_set("NCCL_COMM_ID"))
-      return fail(ncclInvalidUsage, "%s: NCCL_COMM_ID is set, which is the id of all communicators",
-                  function);
+      return fail_in(function, ncclInvalidUsage, "NCCL_COMM_ID is set, which is the id of all communicators");
     auto id = std::make_unique<Id>();
     if (ncclResult_t r = make_id(id.get(), false); r != ncclSuccess) return r;
     std::lock_guard<std::mutex> lock(c->session.mutex);
     if (c->grow_id)
-      return fail(ncclInvalidUsage,
-                  "%s: the id made before has not been used by ncclCommGrow yet; expected a "
-                  "call with that id",
-                  function);
+      return fail_in(function, ncclInvalidUsage,
+                     "the id made before has not been used by ncclCommGrow yet; expected a "
+                     "call with that id");
     c->grow_id = std::move(id);
     return write_id(*c->grow_id, uniqueId);
   });
@@ -645,10 +651,18 @@ const char* ncclGetLastError(ncclComm_t comm) {
 ncclResult_t pyncclCpuGetErrorKind(ncclComm_t comm, int* kind) {
   return guarded("pyncclCpuGetErrorKind", [&] {
     REQUIRE_POINTER("pyncclCpuGetErrorKind", kind);
-    std::shared_ptr<Comm> c = comm ? handles<Comm>().find(comm) : nullptr;
-    std::string text;
-    ErrorCode code = c ? c->report(&text) : ErrorCode();
-    *kind = int((code.failed() ? code : last_error_code()).mismatch);
+    *kind = int(error_code_of(comm).mismatch);
+    return ncclSuccess;
+  });
+}
+
+ncclResult_t pyncclCpuGetErrorPrefix(ncclComm_t comm, int* functionBytes, int* placeBytes) {
+  return guarded("pyncclCpuGetErrorPrefix", [&] {
+    REQUIRE_POINTER("pyncclCpuGetErrorPrefix", functionBytes);
+    REQUIRE_POINTER("pyncclCpuGetErrorPrefix", placeBytes);
+    const ErrorCode code = error_code_of(comm);
+    *functionBytes = code.function;
+    *placeBytes = code.place;
     return ncclSuccess;
   });
 }

@@ -10,15 +10,15 @@ namespace {
 
 ncclResult_t no_kernels(const char* function) {
   return guarded(function, [&] {
-    return fail(ncclInvalidUsage,
-                "%s: the CPU library has no device communicators, since no kernels run on it", function);
+    return fail_in(function, ncclInvalidUsage,
+                   "the CPU library has no device communicators, since no kernels run on it");
   });
 }
 
 ncclResult_t no_fabric(const char* function) {
   return guarded(function, [&] {
-    return fail(ncclInvalidUsage, "%s: the CPU library has no CFT (ncclCommProperties_t.cftSupport is false)",
-                function);
+    return fail_in(function, ncclInvalidUsage,
+                   "the CPU library has no CFT (ncclCommProperties_t.cftSupport is false)");
   });
 }
 
@@ -59,7 +59,8 @@ ncclResult_t ncclGinBarrierCreateRequirement(ncclComm_t, ncclTeam_t, int, ncclGi
 // NCCL's src/nccl_device/ll_a2a.cc: a slot has 8 bytes.
 int ncclLLA2ACalcSlots(int maxElts, int maxEltSize) {
   if (maxElts < 0 || maxEltSize < 0 || int64_t(maxElts) * ((int64_t(maxEltSize) + 7) / 8) > INT_MAX) {
-    fail(ncclInvalidArgument, "ncclLLA2ACalcSlots: maxElts is %d and maxEltSize %d", maxElts, maxEltSize);
+    fail_in("ncclLLA2ACalcSlots", ncclInvalidArgument, "maxElts is %d and maxEltSize %d", maxElts,
+            maxEltSize);
     return -1;
   }
   return maxElts * ((maxEltSize + 7) / 8);

@@ -13,7 +13,7 @@ ncclResult_t ncclGroupEnd(void) {
   return guarded("ncclGroupEnd", [] {
     Group& group = this_thread_group();
     if (group.depth == 0)
-      return fail(ncclInvalidUsage, "ncclGroupEnd: no ncclGroupStart came before it on this thread");
+      return fail_in("ncclGroupEnd", ncclInvalidUsage, "no ncclGroupStart came before it on this thread");
     return --group.depth > 0 ? ncclSuccess : group.finish();
   });
 }
@@ -25,12 +25,11 @@ ncclResult_t ncclGroupSimulateEnd(ncclSimInfo_t* info) {
   return guarded("ncclGroupSimulateEnd", [&] {
     Group& group = this_thread_group();
     if (group.depth == 0)
-      return fail(ncclInvalidUsage, "ncclGroupSimulateEnd: no ncclGroupStart came before it");
+      return fail_in("ncclGroupSimulateEnd", ncclInvalidUsage, "no ncclGroupStart came before it");
     if (--group.depth > 0) return ncclSuccess;
     if (info->magic != NCCL_SIM_INFO_MAGIC || info->size < sizeof *info) {
-      group.spoil(fail(ncclInvalidArgument,
-                       "ncclGroupSimulateEnd: simInfo is not initialized (magic 0x%x, size %zu)", info->magic,
-                       info->size));
+      group.spoil(fail_in("ncclGroupSimulateEnd", ncclInvalidArgument,
+                          "simInfo is not initialized (magic 0x%x, size %zu)", info->magic, info->size));
       return group.finish();
     }
     return group.simulate(&info->estimatedTime);

@@ -20,7 +20,7 @@ ncclResult_t suspend(Comm& comm, const Meeting (&meetings)[3]) {
   if (ncclResult_t r = meetings[1].meet(std::string(1, busy), &all); r != ncclSuccess) return r;
   for (int q = 0; q < comm.nranks; ++q)
     if (all[size_t(q)] != std::string(1, '\0'))
-      return fail(ncclInvalidUsage, "ncclCommSuspend: rank %d has messages that were not received", q);
+      return fail_in("ncclCommSuspend", ncclInvalidUsage, "rank %d has messages that were not received", q);
   if (comm.segment() && comm.session.local_index() == 0) comm.segment()->release_rings();
   if (ncclResult_t r = meetings[2].meet("", &all); r != ncclSuccess) return r;
   comm.comm_state.phase.store(Phase::Suspended);
@@ -45,7 +45,7 @@ using namespace pncpu;
 extern "C" {
 
 ncclResult_t ncclGetVersion(int* version) {
-  if (!version) return fail(ncclInvalidArgument, "ncclGetVersion: version is NULL");
+  if (!version) return fail_in("ncclGetVersion", ncclInvalidArgument, "version is NULL");
   *version = NCCL_VERSION_CODE;
   return ncclSuccess;
 }
@@ -83,7 +83,7 @@ ncclResult_t ncclMemAlloc(void** ptr, size_t size) {
     REQUIRE_POINTER("ncclMemAlloc", ptr);
     *ptr = nullptr;
     if (size == 0) return ncclSuccess;  // as cudaMalloc
-    if (size > SIZE_MAX / 2) return fail(ncclInvalidArgument, "ncclMemAlloc: size is %zu", size);
+    if (size > SIZE_MAX / 2) return fail_in("ncclMemAlloc", ncclInvalidArgument, "size is %zu", size);
     return per_process<Allocations>().allocate(size, ptr);
   });
 }
@@ -119,8 +119,8 @@ ncclResult_t ncclCommDeregister(const ncclComm_t comm, void* handle) {
       if (last) c->take_back(handle);
       return ncclSuccess;
     }
-    return fail(ncclInvalidUsage, "%s: handle %p is not one that ncclCommRegister gave for this comm",
-                function, handle);
+    return fail_in(function, ncclInvalidUsage,
+                   "handle %p is not one that ncclCommRegister gave for this comm", handle);
   });
 }
 
@@ -133,9 +133,9 @@ ncclResult_t ncclRedOpCreatePreMulSum(ncclRedOp_t* op, void* scalar, ncclDataTyp
     REQUIRE_POINTER(function, op);
     REQUIRE_POINTER(function, scalar);
     if (unsigned(datatype) >= ncclNumTypes)
-      return fail(ncclInvalidArgument, "%s: datatype is %d", function, int(datatype));
+      return fail_in(function, ncclInvalidArgument, "datatype is %d", int(datatype));
     if (residence != ncclScalarDevice && residence != ncclScalarHostImmediate)
-      return fail(ncclInvalidArgument, "%s: residence is %d", function, int(residence));
+      return fail_in(function, ncclInvalidArgument, "residence is %d", int(residence));
     RedOp made{datatype, {}, residence == ncclScalarDevice ? scalar : nullptr};
     if (residence == ncclScalarHostImmediate) memcpy(made.scalar.bytes, scalar, type_size(datatype));
     *op = ncclRedOp_t(c->registry.add_op(made));
@@ -148,8 +148,8 @@ ncclResult_t ncclRedOpDestroy(ncclRedOp_t op, ncclComm_t comm) {
     std::shared_ptr<Comm> c;
     if (ncclResult_t r = any_comm_of(comm, "ncclRedOpDestroy", &c); r != ncclSuccess) return r;
     if (!c->registry.remove_op(int(op)))
-      return fail(ncclInvalidArgument,
-                  "ncclRedOpDestroy: op %d was not created by this communicator, or was destroyed", int(op));
+      return fail_in("ncclRedOpDestroy", ncclInvalidArgument,
+                     "op %d was not created by this communicator, or was destroyed", int(op));
     return ncclSuccess;
   });
 }
@@ -161,7 +161,7 @@ ncclResult_t ncclCommSuspend(ncclComm_t comm, int flags) {
     if (ncclResult_t r = comm_of(comm, function, &c); r != ncclSuccess) return r;
     if (!(flags & NCCL_SUSPEND_MEM)) return ncclSuccess;  // no resource to suspend
     if (c->comm_state.phase.load() != Phase::Ready)
-      return fail(ncclInvalidUsage, "%s: comm is suspended or finalized already", function);
+      return fail_in(function, ncclInvalidUsage, "comm is suspended or finalized already");
     auto meeting = [&] { return Meeting(c, Meeting::everyone(*c), function); };
     struct Three {
       Meeting of[3];
@@ -176,7 +176,7 @@ ncclResult_t ncclCommResume(ncclComm_t comm) {
     std::shared_ptr<Comm> c;
     if (ncclResult_t r = comm_of(comm, function, &c); r != ncclSuccess) return r;
     if (c->comm_state.phase.load() != Phase::Suspended)
-      return fail(ncclInvalidUsage, "%s: comm is not suspended", function);
+      return fail_in(function, ncclInvalidUsage, "comm is not suspended");
     Meeting meeting(c, Meeting::everyone(*c), function);
     return submit(Job{function, [c, meeting] { return resume(*c, meeting); }, c, {}, c->blocking});
   });
@@ -186,7 +186,7 @@ ncclResult_t ncclCommMemStats(ncclComm_t comm, ncclCommMemStat_t stat, uint64_t*
   return guarded("ncclCommMemStats", [&]() -> ncclResult_t {
     std::shared_ptr<Comm> c;
     if (ncclResult_t r = comm_of(comm, "ncclCommMemStats", &c); r != ncclSuccess) return r;
-    if (!value) return fail(ncclInvalidArgument, "ncclCommMemStats: value is NULL");
+    if (!value) return fail_in("ncclCommMemStats", ncclInvalidArgument, "value is NULL");
     uint64_t rings = 0, rest = sizeof(Comm);
     if (Segment* s = c->segment()) {
       rings = s->rings_bytes();
@@ -202,7 +202,7 @@ ncclResult_t ncclCommMemStats(ncclComm_t comm, ncclCommMemStat_t stat, uint64_t*
       case ncclStatGpuMemTotal:
         return *value = rings + rest, ncclSuccess;
     }
-    return fail(ncclInvalidArgument, "ncclCommMemStats: stat is %d", int(stat));
+    return fail_in("ncclCommMemStats", ncclInvalidArgument, "stat is %d", int(stat));
   });
 }
 
@@ -210,11 +210,10 @@ ncclResult_t ncclCommQueryProperties(ncclComm_t comm, ncclCommProperties_t* prop
   return guarded("ncclCommQueryProperties", [&] {
     std::shared_ptr<Comm> c;
     if (ncclResult_t r = comm_of(comm, "ncclCommQueryProperties", &c); r != ncclSuccess) return r;
-    if (!props) return fail(ncclInvalidArgument, "ncclCommQueryProperties: props is NULL");
+    if (!props) return fail_in("ncclCommQueryProperties", ncclInvalidArgument, "props is NULL");
     if (props->magic != NCCL_API_MAGIC || props->size < offsetof(ncclCommProperties_t, rank))
-      return fail(ncclInvalidUsage,
-                  "ncclCommQueryProperties: props is not initialized (magic 0x%x, size %zu)", props->magic,
-                  props->size);
+      return fail_in("ncclCommQueryProperties", ncclInvalidUsage,
+                     "props is not initialized (magic 0x%x, size %zu)", props->magic, props->size);
     ncclCommProperties_t full;
     memset(&full, 0, sizeof full);
     full.size = props->size;

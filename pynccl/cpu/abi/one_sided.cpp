@@ -18,24 +18,24 @@ bool is_mapped(void* at) {
 // may come from anywhere.
 ncclResult_t check_window(void* buff, size_t size, int flags, const char* function) {
   int known = NCCL_WIN_COLL_SYMMETRIC | NCCL_WIN_STRICT_ORDERING | NCCL_WIN_GIN_ONLY | NCCL_WIN_CFT_COUNTED;
-  if (flags & ~known) return fail(ncclInvalidArgument, "%s: winFlags is 0x%x", function, unsigned(flags));
+  if (flags & ~known) return fail_in(function, ncclInvalidArgument, "winFlags is 0x%x", unsigned(flags));
   if (!buff || size == 0 || size > UINTPTR_MAX - reinterpret_cast<uintptr_t>(buff))
-    return fail(ncclInvalidArgument, "%s: buff is %p and size %zu, expected memory", function, buff, size);
+    return fail_in(function, ncclInvalidArgument, "buff is %p and size %zu, expected memory", buff, size);
   switch (per_process<Allocations>().hold(buff, size)) {
     case Allocations::Holds::Nothing:
       if (is_mapped(buff) && is_mapped(static_cast<char*>(buff) + size - 1)) return ncclSuccess;
-      return fail(ncclUnhandledCudaError, "%s: %zu bytes at %p are not memory of this process", function,
-                  size, buff);
+      return fail_in(function, ncclUnhandledCudaError, "%zu bytes at %p are not memory of this process", size,
+                     buff);
     case Allocations::Holds::Part:
-      return fail(ncclUnhandledCudaError, "%s: %zu bytes at %p reach beyond the memory of ncclMemAlloc",
-                  function, size, buff);
+      return fail_in(function, ncclUnhandledCudaError,
+                     "%zu bytes at %p reach beyond the memory of ncclMemAlloc", size, buff);
     case Allocations::Holds::All:
       break;
   }
   if (reinterpret_cast<uintptr_t>(buff) % NCCL_WIN_REQUIRED_ALIGNMENT != 0)
-    return fail(ncclInvalidArgument,
-                "%s: buff is %p, expected a multiple of %d bytes in memory of ncclMemAlloc", function, buff,
-                NCCL_WIN_REQUIRED_ALIGNMENT);
+    return fail_in(function, ncclInvalidArgument,
+                   "buff is %p, expected a multiple of %d bytes in memory of ncclMemAlloc", buff,
+                   NCCL_WIN_REQUIRED_ALIGNMENT);
   return ncclSuccess;
 }
 
@@ -75,7 +75,7 @@ ncclResult_t submit_window(ncclComm_t handle, void* buff, size_t size, ncclWindo
 }
 
 ncclResult_t bad(const char* function, const char* what, long long value, long long most) {
-  return fail(ncclInvalidArgument, "%s: %s is %lld, expected 0 to %lld", function, what, value, most);
+  return fail_in(function, ncclInvalidArgument, "%s is %lld, expected 0 to %lld", what, value, most);
 }
 
 // The number of a signal among all of a pair of ranks.
@@ -83,7 +83,7 @@ ncclResult_t check_signal(const Comm& comm, int peer, int signal, int context, c
                           uint32_t* number) {
   const Session& session = comm.session;
   if (session.contexts == 0)
-    return fail(ncclInvalidUsage, "%s: config.numRmaCtx is 0: the communicator has no signals", function);
+    return fail_in(function, ncclInvalidUsage, "config.numRmaCtx is 0: the communicator has no signals");
   if (peer < 0 || peer >= comm.nranks) return bad(function, "peer", peer, comm.nranks - 1);
   if (context < 0 || context >= session.contexts) return bad(function, "ctx", context, session.contexts - 1);
   if (signal < 0 || signal >= session.signals) return bad(function, "sigIdx", signal, session.signals - 1);
@@ -98,10 +98,10 @@ ncclResult_t aim(const Comm& comm, const Op& op, ncclWindow_t win, size_t offset
   if (!window) return ncclInvalidArgument;
   size_t size = window->size_of(op.root);
   if (op.count > size / type_size(op.dtype) || offset > size - op.bytes())
-    return fail(ncclInvalidArgument,
-                "%s: count is %zu (%s) and peerWinOffset %zu; the window of rank %d has %zu bytes", function,
-                op.count, type_name(op.dtype), offset, op.root, size);
-  if (op.count && !op.send) return fail(ncclInvalidArgument, "%s: localbuff is NULL", function);
+    return fail_in(function, ncclInvalidArgument,
+                   "count is %zu (%s) and peerWinOffset %zu; the window of rank %d has %zu bytes", op.count,
+                   type_name(op.dtype), offset, op.root, size);
+  if (op.count && !op.send) return fail_in(function, ncclInvalidArgument, "localbuff is NULL");
   char* mapped = window->mapped(op.root);
   call->target = {window->number, offset, window->address_of(op.root) + offset,
                   mapped ? mapped + offset : nullptr};
@@ -131,7 +131,7 @@ ncclResult_t enter(const char* function, Func func, ncclComm_t handle, cudaStrea
 
 ncclResult_t check_flags(unsigned int flags, const char* function) {
   return flags == 0 ? ncclSuccess
-                    : fail(ncclInvalidArgument, "%s: flags is 0x%x, expected 0", function, flags);
+                    : fail_in(function, ncclInvalidArgument, "flags is 0x%x, expected 0", flags);
 }
 
 // The pointer to a member's part of a window, where this process can load and store. The members are `count`
@@ -148,12 +148,12 @@ ncclResult_t pointer_to(const char* function, ncclWindow_t win, size_t offset, c
     if (member < 0 || member >= count) return bad(function, what, member, count - 1);
     const int rank = first + member;
     if (offset >= window->size_of(rank))
-      return fail(ncclInvalidArgument, "%s: offset is %zu; the window of rank %d has %zu bytes", function,
-                  offset, rank, window->size_of(rank));
+      return fail_in(function, ncclInvalidArgument, "offset is %zu; the window of rank %d has %zu bytes",
+                     offset, rank, window->size_of(rank));
     if (int error = window->shortage(rank))
-      return fail(ncclSystemError,
-                  "%s: rank %d could not map the memory of rank %d to register the window: %s", function,
-                  window->rank(), rank, strerror(error));
+      return fail_in(function, ncclSystemError,
+                     "rank %d could not map the memory of rank %d to register the window: %s", window->rank(),
+                     rank, strerror(error));
     // As in NCCL a peer that cannot be reached has no pointer, and that is no error.
     *out = window->mapped(rank) ? window->mapped(rank) + offset : nullptr;
     return ncclSuccess;
@@ -279,14 +279,14 @@ ncclResult_t ncclWaitSignal(int nDesc, ncclWaitSignalDesc_t* signalDescs, ncclCo
   const char* function = "ncclWaitSignal";
   return enter(function, Func::WaitSignal, comm, stream, [&](Comm& c, Op& op) {
     if (!signalDescs || nDesc <= 0)
-      return fail(ncclInvalidArgument, "%s: signalDescs is %p and nDesc %d, expected at least one", function,
-                  static_cast<void*>(signalDescs), nDesc);
+      return fail_in(function, ncclInvalidArgument, "signalDescs is %p and nDesc %d, expected at least one",
+                     static_cast<void*>(signalDescs), nDesc);
     for (int i = 0; i < nDesc; ++i) {
       const ncclWaitSignalDesc_t& d = signalDescs[i];
       Awaited wait{d.peer, 0, uint64_t(d.opCnt), 0};
       if (d.opCnt <= 0)
-        return fail(ncclInvalidArgument, "%s: opCnt of descriptor %d is %d, expected 1 or more", function, i,
-                    d.opCnt);
+        return fail_in(function, ncclInvalidArgument, "opCnt of descriptor %d is %d, expected 1 or more", i,
+                       d.opCnt);
       if (ncclResult_t r = check_signal(c, d.peer, d.sigIdx, d.ctx, function, &wait.signal); r != ncclSuccess)
         return r;
       op.one_sided->waits.push_back(wait);

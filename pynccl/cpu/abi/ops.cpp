@@ -9,7 +9,7 @@ namespace pncpu {
 namespace {
 
 ncclResult_t bad(const char* function, const char* what, long long value, const char* expected) {
-  return fail(ncclInvalidArgument, "%s: %s is %lld, expected %s", function, what, value, expected);
+  return fail_in(function, ncclInvalidArgument, "%s is %lld, expected %s", what, value, expected);
 }
 
 bool overlap(const void* a, size_t a_bytes, const void* b, size_t b_bytes) {
@@ -53,16 +53,16 @@ Extent extent_of(const Op& op, const Comm& comm) {
 
 ncclResult_t check_buffers(const Op& op, const Comm& comm, const char* function) {
   if (op.count > SIZE_MAX / 16 / size_t(comm.nranks))
-    return fail(ncclInvalidArgument, "%s: count is %zu, which no memory can hold", function, op.count);
+    return fail_in(function, ncclInvalidArgument, "count is %zu, which no memory can hold", op.count);
   Extent e = extent_of(op, comm);
-  if (e.send && !op.send) return fail(ncclInvalidArgument, "%s: sendbuff is NULL", function);
-  if (e.recv && !op.recv) return fail(ncclInvalidArgument, "%s: recvbuff is NULL", function);
+  if (e.send && !op.send) return fail_in(function, ncclInvalidArgument, "sendbuff is NULL");
+  if (e.recv && !op.recv) return fail_in(function, ncclInvalidArgument, "recvbuff is NULL");
   if (!overlap(op.send, e.send, op.recv, e.recv)) return ncclSuccess;
   auto distance = reinterpret_cast<intptr_t>(op.send) - reinterpret_cast<intptr_t>(op.recv);
   if (e.may_be_in_place && distance == e.in_place) return ncclSuccess;
   if (comm.nranks == 1 && distance == 0) return ncclSuccess;
-  return fail(
-      ncclInvalidArgument, "%s: sendbuff %p (%zu bytes) and recvbuff %p (%zu bytes) overlap, %s", function,
+  return fail_in(
+      function, ncclInvalidArgument, "sendbuff %p (%zu bytes) and recvbuff %p (%zu bytes) overlap, %s",
       op.send, e.send, op.recv, e.recv,
       e.may_be_in_place ? "other than NCCL's rule for in place allows" : "and in place is not possible");
 }
@@ -77,8 +77,8 @@ ncclResult_t check_red_op(Op& op, const Comm& comm, int red, const char* functio
   if (!comm.registry.find_op(red, &made))
     return bad(function, "op", red, "an ncclRedOp_t below ncclNumOps or one that this communicator created");
   if (made.dtype != op.dtype && op.count > 0)
-    return fail(ncclInvalidArgument, "%s: op %d was created for %s, datatype is %s", function, red,
-                type_name(made.dtype), type_name(op.dtype));
+    return fail_in(function, ncclInvalidArgument, "op %d was created for %s, datatype is %s", red,
+                   type_name(made.dtype), type_name(op.dtype));
   op.red = RedKind::PreMulSum;
   op.scalar = made.scalar;
   op.scalar_at = made.device_scalar;
@@ -122,7 +122,7 @@ ncclResult_t enter(const char* function, Func func, const void* send, void* recv
     if (ncclResult_t r = any_comm_of(handle, function, &call.comm); r != ncclSuccess) return r;
     if (ncclResult_t r = check_ready(*call.comm, function, func == Func::Recv); r != ncclSuccess) return r;
     if (call.comm->comm_state.revoked.load())
-      return fail(ncclInvalidUsage, "%s: comm has been revoked", function);
+      return fail_in(function, ncclInvalidUsage, "comm has been revoked");
     if (ncclResult_t r = check_all(call, red, stream, function); r != ncclSuccess)
       return spoil_state(*call.comm, r);
     // As in NCCL empty collectives are discarded (src/enqueue.cc: taskAppend): no rank waits for them.
@@ -134,13 +134,13 @@ ncclResult_t enter(const char* function, Func func, const void* send, void* recv
 ncclResult_t check_coll_config(const ncclCollConfig_t* config, const char* function) {
   if (!config) return ncclSuccess;
   if (config->magic != NCCL_API_MAGIC)
-    return fail(ncclInvalidArgument, "%s: config is not initialized (magic 0x%x)", function, config->magic);
+    return fail_in(function, ncclInvalidArgument, "config is not initialized (magic 0x%x)", config->magic);
   if (config->size >= sizeof *config && config->launchCompletionEvent)
-    return fail(ncclInvalidUsage, "%s: the CPU library has no launchCompletionEvent", function);
+    return fail_in(function, ncclInvalidUsage, "the CPU library has no launchCompletionEvent");
   if (config->minCTAs != NCCL_CONFIG_UNDEF_INT && config->maxCTAs != NCCL_CONFIG_UNDEF_INT &&
       config->minCTAs > config->maxCTAs)
-    return fail(ncclInvalidArgument, "%s: config.minCTAs %d is greater than config.maxCTAs %d", function,
-                config->minCTAs, config->maxCTAs);
+    return fail_in(function, ncclInvalidArgument, "config.minCTAs %d is greater than config.maxCTAs %d",
+                   config->minCTAs, config->maxCTAs);
   return ncclSuccess;
 }
 
@@ -293,8 +293,8 @@ ncclResult_t pyncclCpuGetAlgorithm(ncclComm_t comm, const char* collective, size
     REQUIRE_POINTER(function, most);
     std::optional<Func> func = collective_named(collective);
     if (!func)
-      return fail(ncclInvalidArgument, "%s: collective is \"%s\", expected \"ncclAllReduce\" or another",
-                  function, collective);
+      return fail_in(function, ncclInvalidArgument,
+                     "collective is \"%s\", expected \"ncclAllReduce\" or another", collective);
     Choice choice = c->choice(*func, size);
     *algorithm = choice.algorithm;
     *most = choice.most;

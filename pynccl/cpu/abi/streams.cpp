@@ -37,9 +37,8 @@ ncclResult_t create_stream(cudaStream_t* stream, unsigned int flags, const char*
   REQUIRE_POINTER(function, stream);
   *stream = nullptr;
   if (flags > (kNonBlocking | kAttended))
-    return fail(ncclInvalidArgument,
-                "%s: flags is %u, expected 0, 1 (cudaStreamNonBlocking), 2 (no thread) or 3 (both)", function,
-                flags);
+    return fail_in(function, ncclInvalidArgument,
+                   "flags is %u, expected 0, 1 (cudaStreamNonBlocking), 2 (no thread) or 3 (both)", flags);
   std::shared_ptr<Stream> made =
       Domain::of(default_device(), 0)->create(!(flags & kNonBlocking), flags & kAttended);
   *stream = static_cast<cudaStream_t>(handles<Stream>().add(std::move(made)));
@@ -73,7 +72,7 @@ ncclResult_t pyncclCpuCallsFor(int thread, int limited) {
   const char* function = "pyncclCpuCallsFor";
   return guarded(function, [&] {
     if (thread <= 0)
-      return fail(ncclInvalidArgument, "%s: thread is %d, expected a thread's id", function, thread);
+      return fail_in(function, ncclInvalidArgument, "thread is %d, expected a thread's id", thread);
     this_caller() = {thread, limited != 0};
     return ncclSuccess;
   });
@@ -132,8 +131,8 @@ ncclResult_t pyncclCpuStreamAwait(ncclComm_t comm, cudaStream_t stream, int64_t 
     std::shared_ptr<Stream> s = stream_for(comm, stream, function);
     if (!s) return ncclInvalidArgument;
     if (sliceMs < 0)
-      return fail(ncclInvalidArgument, "%s: sliceMs is %lld, expected 0 or more", function,
-                  (long long)sliceMs);
+      return fail_in(function, ncclInvalidArgument, "sliceMs is %lld, expected 0 or more",
+                     (long long)sliceMs);
     Deadlocks::Waiter waits(s);
     ncclResult_t r = s->synchronize(deadline_of(sliceMs), serial_of(comm));
     if (r == ncclInProgress) waits.pause();
@@ -211,11 +210,11 @@ ncclResult_t pyncclCpuEventNotify(cudaEvent_t event, int descriptor) {
     if (!e) return ncclInvalidArgument;
     const int flags = fcntl(descriptor, F_GETFL);
     if (flags >= 0 && !(flags & O_NONBLOCK))
-      return fail(ncclInvalidArgument, "%s: descriptor %d blocks, expected O_NONBLOCK", function, descriptor);
+      return fail_in(function, ncclInvalidArgument, "descriptor %d blocks, expected O_NONBLOCK", descriptor);
     const int own = fcntl(descriptor, F_DUPFD_CLOEXEC, 0);
     if (own < 0)
-      return fail(errno == EBADF ? ncclInvalidArgument : ncclSystemError, "%s: descriptor %d: %s", function,
-                  descriptor, strerror(errno));
+      return fail_in(function, errno == EBADF ? ncclInvalidArgument : ncclSystemError, "descriptor %d: %s",
+                     descriptor, strerror(errno));
     std::shared_ptr<Recording> newest = e->newest();
     if (!newest) newest = happened_before();
     newest->notify(own);

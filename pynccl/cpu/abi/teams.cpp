@@ -32,7 +32,7 @@ template <class Own>
 int rank_of(const char* function, ncclComm_t handle, ncclTeam_t team, int rank, Own own) {
   return ask(function, handle, -1, [&](Comm& comm, int* answer) {
     if (rank < 0 || rank >= team.nRanks)
-      return fail(ncclInvalidArgument, "%s: rank is %d, expected 0 to %d", function, rank, team.nRanks - 1);
+      return fail_in(function, ncclInvalidArgument, "rank is %d, expected 0 to %d", rank, team.nRanks - 1);
     *answer = own(comm) + (rank - team.rank) * team.stride;
     return ncclSuccess;
   });

@@ -46,7 +46,7 @@ ncclResult_t Allocations::allocate(size_t size, void** at) {
   if (fits(made->bytes)) made->file = file_of(made->bytes);
   void* memory = map(made->bytes, made->file.get());
   if (memory == MAP_FAILED)
-    return fail(ncclSystemError, "ncclMemAlloc: %zu bytes: %s", size, strerror(errno));
+    return fail_in("ncclMemAlloc", ncclSystemError, "%zu bytes: %s", size, strerror(errno));
   made->memory = memory;
   std::lock_guard<std::mutex> lock(mutex_);
   all_[static_cast<const char*>(memory)] = std::move(made);
@@ -59,8 +59,8 @@ ncclResult_t Allocations::free(void* at) {
   std::lock_guard<std::mutex> lock(mutex_);
   auto it = all_.find(static_cast<const char*>(at));
   if (it == all_.end())
-    return fail(ncclInvalidArgument,
-                "ncclMemFree: %p was not returned by ncclMemAlloc in this process, or was freed before", at);
+    return fail_in("ncclMemFree", ncclInvalidArgument,
+                   "%p was not returned by ncclMemAlloc in this process, or was freed before", at);
   gone = std::move(it->second);
   all_.erase(it);
   return ncclSuccess;

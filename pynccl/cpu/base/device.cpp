@@ -19,10 +19,10 @@ bool sharing_allowed() { return param_int("NCCL_MULTI_RANK_GPU_ENABLE") != 0; }
 ncclResult_t check_device(int device, const char* function, const char* what) {
   int count = shared_devices();
   if (device < 0 && !count)
-    return fail(ncclInvalidArgument, "%s: %s is %d, expected 0 or more", function, what, device);
+    return fail_in(function, ncclInvalidArgument, "%s is %d, expected 0 or more", what, device);
   if (device < 0 || (count && device >= count))
-    return fail(ncclInvalidArgument, "%s: %s is %d, expected 0 to %d: PYNCCL_CPU_DEVICES is %d", function,
-                what, device, count - 1, count);
+    return fail_in(function, ncclInvalidArgument, "%s is %d, expected 0 to %d: PYNCCL_CPU_DEVICES is %d",
+                   what, device, count - 1, count);
   return ncclSuccess;
 }
 

@@ -18,6 +18,9 @@ struct ErrorCode {
   ncclResult_t result;
   Mismatch mismatch;
   bool reported;  // by a peer: the text begins with its rank
+  // How many bytes of the text are the function that failed, or the rank in the communicator, at its
+  // beginning, as pyncclCpuGetErrorPrefix says.
+  uint8_t function = 0, place = 0;
   constexpr ErrorCode(ncclResult_t result_ = ncclSuccess, Mismatch mismatch_ = Mismatch::None,
                       bool reported_ = false)
       : result(result_), mismatch(mismatch_), reported(reported_) {}

@@ -10,12 +10,11 @@ ncclResult_t exception_result(const char* function) {
   try {
     throw;
   } catch (const std::bad_alloc&) {
-    return fail(ncclSystemError, "%s: out of memory: %zu bytes were asked for", function,
-                failed_allocation());
+    return fail_in(function, ncclSystemError, "out of memory: %zu bytes were asked for", failed_allocation());
   } catch (const std::system_error& error) {
-    return fail(ncclSystemError, "%s: %s", function, error.what());
+    return fail_in(function, ncclSystemError, "%s", error.what());
   } catch (const std::exception& error) {
-    return fail(ncclInternalError, "%s: %s", function, error.what());
+    return fail_in(function, ncclInternalError, "%s", error.what());
   }
 }
 

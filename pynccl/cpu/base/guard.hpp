@@ -18,6 +18,6 @@ ncclResult_t guarded(const char* function, Body body) noexcept {
 }
 
 #define REQUIRE_POINTER(function, pointer) \
-  if (!(pointer)) return fail(ncclInvalidArgument, "%s: " #pointer " is NULL", function)
+  if (!(pointer)) return fail_in(function, ncclInvalidArgument, #pointer " is NULL")
 
 }  // namespace pncpu

@@ -176,17 +176,17 @@ HandleTable<T>& handles() {
 template <class T>
 ncclResult_t refuse_handle(const void* handle, const char* function) {
   using Traits = HandleTraits<T>;
-  if (!handle) return fail(ncclInvalidArgument, "%s: %s is NULL", function, Traits::name);
+  if (!handle) return fail_in(function, ncclInvalidArgument, "%s is NULL", Traits::name);
   switch (handles<T>().state(handle)) {
     case HandleState::Inherited:
-      return fail(ncclInvalidArgument,
-                  "%s: %s %p belongs to the parent process: a forked child cannot use it", function,
-                  Traits::name, handle);
+      return fail_in(function, ncclInvalidArgument,
+                     "%s %p belongs to the parent process: a forked child cannot use it", Traits::name,
+                     handle);
     case HandleState::Unknown:
-      return fail(ncclInvalidArgument, "%s: %s %p was not created by %s", function, Traits::name, handle,
-                  Traits::maker);
+      return fail_in(function, ncclInvalidArgument, "%s %p was not created by %s", Traits::name, handle,
+                     Traits::maker);
     default:
-      return fail(ncclInvalidArgument, "%s: %s %p has been destroyed", function, Traits::name, handle);
+      return fail_in(function, ncclInvalidArgument, "%s %p has been destroyed", Traits::name, handle);
   }
 }
 

@@ -27,6 +27,8 @@ constexpr char kVersionLine[] =
     "NCCL version " PNCPU_VERSION(NCCL_MAJOR, NCCL_MINOR, NCCL_PATCH) "+pynccl-cpu";
 constexpr int kUnread = -1;
 constexpr size_t kTextBytes = 4096;
+constexpr size_t kLongestPrefix = 256;  // of a function or a rank; its length is a uint8_t
+constexpr char kPlace[] = "rank %d of %d: ";
 constexpr const char* kLevels[] = {"NONE", "VERSION", "WARN", "INFO", "ABORT", "TRACE"};
 
 // Everything here is trivially destructible: threads may still log while the process exits.
@@ -176,8 +178,8 @@ void copy_text(char (&to)[kTextBytes], const char* text) {
   mark_cut(to, snprintf(to, sizeof(to), "%s", text));
 }
 
-void format_text(char (&to)[kTextBytes], const char* fmt, va_list args) {
-  mark_cut(to, vsnprintf(to, sizeof(to), fmt, args));
+void format_text(char (&to)[kTextBytes], size_t used, const char* fmt, va_list args) {
+  mark_cut(to, int(used) + vsnprintf(to + used, sizeof(to) - used, fmt, args));
 }
 
 void record_error(ErrorCode code, const char* text) {
@@ -186,6 +188,17 @@ void record_error(ErrorCode code, const char* text) {
   has_own_error = true;
   std::lock_guard<std::mutex> lock(newest_mutex);
   newest = thread_error;
+}
+
+// `text` begins with one of the two, of so many bytes.
+ncclResult_t fail_after(char (&text)[kTextBytes], int function, int place, ErrorCode code, const char* fmt,
+                        va_list args) {
+  code.function = static_cast<uint8_t>(function);
+  code.place = static_cast<uint8_t>(place);
+  format_text(text, static_cast<size_t>(function + place), fmt, args);
+  record_error(code, text);
+  if (level_now() >= static_cast<int>(Level::Warn)) write_line(Level::Warn, text);
+  return code.result;
 }
 
 const Recorded& recorded_error() {
@@ -204,7 +217,7 @@ void log(Level level, const char* fmt, ...) {
   char text[kTextBytes];
   va_list args;
   va_start(args, fmt);
-  format_text(text, fmt, args);
+  format_text(text, 0, fmt, args);
   va_end(args);
   write_line(level, text);
 }
@@ -214,11 +227,37 @@ ncclResult_t fail(ErrorCode code, const char* fmt, ...) {
   char text[kTextBytes];
   va_list args;
   va_start(args, fmt);
-  format_text(text, fmt, args);
+  ncclResult_t result = fail_after(text, 0, 0, code, fmt, args);
   va_end(args);
-  record_error(code, text);
-  if (level_now() >= static_cast<int>(Level::Warn)) write_line(Level::Warn, text);
-  return code.result;
+  return result;
+}
+
+ncclResult_t fail_in(const char* function, ErrorCode code, const char* fmt, ...) {
+  KeepErrno keep;
+  char text[kTextBytes];
+  va_list args;
+  va_start(args, fmt);
+  ncclResult_t result =
+      fail_after(text, snprintf(text, kLongestPrefix, "%s: ", function), 0, code, fmt, args);
+  va_end(args);
+  return result;
+}
+
+ncclResult_t fail_at(int rank, int nranks, ErrorCode code, const char* fmt, ...) {
+  KeepErrno keep;
+  char text[kTextBytes];
+  va_list args;
+  va_start(args, fmt);
+  ncclResult_t result =
+      fail_after(text, 0, snprintf(text, kLongestPrefix, kPlace, rank, nranks), code, fmt, args);
+  va_end(args);
+  return result;
+}
+
+std::string place_of(int rank, int nranks) {
+  char text[kLongestPrefix];
+  snprintf(text, sizeof text, kPlace, rank, nranks);
+  return text;
 }
 
 void set_last_error(ErrorCode code, const std::string& text) noexcept { record_error(code, text.c_str()); }

@@ -15,6 +15,13 @@ void log(Level level, const char* fmt, ...) __attribute__((format(printf, 2, 3))
 
 // Sets the last error, logs it at Warn, returns the code's result.
 ncclResult_t fail(ErrorCode code, const char* fmt, ...) __attribute__((format(printf, 2, 3)));
+// The text begins with the function that failed.
+ncclResult_t fail_in(const char* function, ErrorCode code, const char* fmt, ...)
+    __attribute__((format(printf, 3, 4)));
+// The text begins with the rank in a communicator.
+ncclResult_t fail_at(int rank, int nranks, ErrorCode code, const char* fmt, ...)
+    __attribute__((format(printf, 4, 5)));
+std::string place_of(int rank, int nranks);
 
 // Sets this thread's last error, which is then the process's newest.
 void set_last_error(ErrorCode code, const std::string& text) noexcept;

@@ -270,11 +270,11 @@ std::string describe(const Param& param) {
 }
 
 ncclResult_t null_argument(const char* function, const char* argument) {
-  return fail(ncclInvalidArgument, "%s : %s argument is NULL", function, argument);
+  return fail_in(function, ncclInvalidArgument, "%s argument is NULL", argument);
 }
 
 ncclResult_t unknown_key(const char* function, const char* key) {
-  return fail(ncclInvalidArgument, "%s : no parameter is called \"%s\"", function, key);
+  return fail_in(function, ncclInvalidArgument, "no parameter is called \"%s\"", key);
 }
 
 ncclResult_t unwrap(const char* function, ncclParamHandle_t handle, const Param** out) {
@@ -284,8 +284,8 @@ ncclResult_t unwrap(const char* function, ncclParamHandle_t handle, const Param*
     *out = &param;
     return ncclSuccess;
   }
-  return fail(ncclInvalidArgument, "%s : handle %p is not one that ncclParamBind gave", function,
-              reinterpret_cast<void*>(handle));
+  return fail_in(function, ncclInvalidArgument, "handle %p is not one that ncclParamBind gave",
+                 reinterpret_cast<void*>(handle));
 }
 
 template <typename T>
@@ -295,15 +295,16 @@ ncclResult_t get_integer(const char* function, ncclParamHandle_t handle, T* out)
   if (result != ncclSuccess) return result;
   if (out == nullptr) return null_argument(function, "out");
   if (param->kind == Kind::Str) {
-    return fail(ncclInvalidArgument, "%s : %s is a string, not a number", function, param->name);
+    return fail_in(function, ncclInvalidArgument, "%s is a string, not a number", param->name);
   }
   double value = number(*param);
   bool fits = value >= static_cast<double>(std::numeric_limits<T>::min()) &&
               value <= static_cast<double>(std::numeric_limits<T>::max()) && std::trunc(value) == value;
   if (!fits) {
-    return fail(ncclInvalidArgument, "%s : the value %s of %s does not fit %s%d", function,
-                format_number(value).c_str(), param->name, std::numeric_limits<T>::is_signed ? "int" : "uint",
-                static_cast<int>(sizeof(T)) * CHAR_BIT);
+    return fail_in(function, ncclInvalidArgument, "the value %s of %s does not fit %s%d",
+                   format_number(value).c_str(), param->name,
+                   std::numeric_limits<T>::is_signed ? "int" : "uint",
+                   static_cast<int>(sizeof(T)) * CHAR_BIT);
   }
   *out = static_cast<T>(value);
   return ncclSuccess;
@@ -419,8 +420,8 @@ ncclResult_t ncclParamGet(ncclParamHandle_t h, void* out, int maxLen, int* len) 
   std::string raw = raw_value(*param);
   *len = static_cast<int>(raw.size());
   if (maxLen < *len) {
-    return fail(ncclInvalidArgument, "ncclParamGet : %s needs %d bytes, maxLen is %d", param->name, *len,
-                maxLen);
+    return fail_in("ncclParamGet", ncclInvalidArgument, "%s needs %d bytes, maxLen is %d", param->name, *len,
+                   maxLen);
   }
   memcpy(out, raw.data(), raw.size());
   return ncclSuccess;
@@ -465,11 +466,11 @@ void ncclParamDumpAll(void) {
 ncclResult_t ncclSetEncryption(const ncclEncryptionConfig_t* config) {
   if (config == nullptr) return null_argument("ncclSetEncryption", "config");
   if (config->magic != NCCL_API_MAGIC || config->size < sizeof(*config)) {
-    return fail(ncclInvalidArgument,
-                "ncclSetEncryption : config was not made by NCCL_ENCRYPTION_CONFIG_INITIALIZER");
+    return fail_in("ncclSetEncryption", ncclInvalidArgument,
+                   "config was not made by NCCL_ENCRYPTION_CONFIG_INITIALIZER");
   }
   if (config->mode != NCCL_ENCRYPTION_MODE_NONE && config->mode != NCCL_ENCRYPTION_MODE_PSK) {
-    return fail(ncclInvalidArgument, "ncclSetEncryption : invalid encryption mode %d", config->mode);
+    return fail_in("ncclSetEncryption", ncclInvalidArgument, "invalid encryption mode %d", config->mode);
   }
-  return fail(ncclInvalidUsage, "ncclSetEncryption : the CPU library does not encrypt its connections");
+  return fail_in("ncclSetEncryption", ncclInvalidUsage, "the CPU library does not encrypt its connections");
 }

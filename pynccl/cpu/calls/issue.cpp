@@ -99,8 +99,9 @@ struct Prepared {
 
 ncclResult_t check_alive(const Submission& call) {
   if (call.stream->ended())
-    return fail(ncclInvalidUsage, "nccl%s: its stream %p was destroyed before the call was issued",
-                func_name(call.op.func), static_cast<void*>(call.stream_handle));
+    return fail_in(("nccl" + std::string(func_name(call.op.func))).c_str(), ncclInvalidUsage,
+                   "its stream %p was destroyed before the call was issued",
+                   static_cast<void*>(call.stream_handle));
   return call.comm->check_accepts(func_name(call.op.func), call.op.func == Func::Recv);
 }
 
@@ -151,14 +152,14 @@ std::shared_ptr<Stream> stream_of(const std::shared_ptr<Comm>& comm, cudaStream_
   auto value = reinterpret_cast<uintptr_t>(handle);
   if (value > 2) return find_handle<Stream>(handle, function);
   if (comm) return value == 2 ? comm->domain->per_thread() : comm->domain->legacy();
-  fail(ncclInvalidArgument, "%s: stream %p is a communicator's default stream, but comm is NULL", function,
-       static_cast<void*>(handle));
+  fail_in(function, ncclInvalidArgument, "stream %p is a communicator's default stream, but comm is NULL",
+          static_cast<void*>(handle));
   return nullptr;
 }
 
 ncclResult_t enqueue(const std::shared_ptr<Stream>& stream, Node node, const char* function) {
   if (stream->ended())
-    return fail(ncclInvalidArgument, "%s: the stream was destroyed by another thread", function);
+    return fail_in(function, ncclInvalidArgument, "the stream was destroyed by another thread");
   stream->push(stream->nodes_for(std::move(node)));
   return ncclSuccess;
 }

@@ -103,7 +103,7 @@ ncclResult_t Comm::check_sound(const char* function, bool only_takes) {
   if (only_takes ? !kept_error_.failed() : error() == ncclSuccess) return ncclSuccess;
   refused_.store(true);
   derivation_.renew(ncclSuccess, {});
-  return fail(error_code(), "%s: %s%s", function, kFailedEarlier, error_text().c_str());
+  return fail_in(function, error_code(), "%s%s", kFailedEarlier, error_text().c_str());
 }
 
 void Comm::lend(const void* handle, const void* at, size_t size) {
@@ -121,16 +121,16 @@ void Comm::take_back(const void* handle) {
 
 ncclResult_t Comm::check_accepts(const char* function, bool only_takes) {
   if (comm_state.ending() != CommState::End::None)
-    return fail(ncclInvalidUsage, "%s: comm %p was destroyed or aborted before the call was issued", function,
-                static_cast<void*>(handle));
+    return fail_in(function, ncclInvalidUsage, "comm %p was destroyed or aborted before the call was issued",
+                   static_cast<void*>(handle));
   if (comm_state.revoked.load()) {
     derivation_.renew(ncclSuccess, {});
-    return fail(ncclInvalidUsage, "%s: comm has been revoked", function);
+    return fail_in(function, ncclInvalidUsage, "comm has been revoked");
   }
   if (ncclResult_t r = check_sound(function, only_takes); r != ncclSuccess) return r;
   Phase phase = comm_state.phase.load(std::memory_order_relaxed);
-  if (phase == Phase::Suspended) return fail(ncclInvalidUsage, "%s: comm is suspended", function);
-  if (phase != Phase::Ready) return fail(ncclInvalidUsage, "%s: comm has been finalized", function);
+  if (phase == Phase::Suspended) return fail_in(function, ncclInvalidUsage, "comm is suspended");
+  if (phase != Phase::Ready) return fail_in(function, ncclInvalidUsage, "comm has been finalized");
   return ncclSuccess;
 }
 
@@ -242,7 +242,7 @@ void Comm::finish(Batch& batch) {
 }
 
 ncclResult_t Comm::say(ErrorCode code, std::string_view text) const noexcept {
-  return fail(code, "rank %d of %d: %.*s", rank, nranks, int(text.size()), text.data());
+  return fail_at(rank, nranks, code, "%.*s", int(text.size()), text.data());
 }
 
 bool Comm::decide(ErrorCode code, std::string_view text) noexcept {
@@ -311,13 +311,23 @@ ncclResult_t Comm::say_broken(uint64_t tag) {
 // The calls after a failure are the newest.
 ErrorCode Comm::report(std::string* text) {
   if (error() != ncclSuccess) reported_.store(true);
-  const std::string place = "rank " + std::to_string(rank) + " of " + std::to_string(nranks) + ": ";
+  const std::string place = place_of(rank, nranks);
+  auto placed = [&](ErrorCode code) {
+    code.function = 0;
+    code.place = uint8_t(place.size());
+    return code;
+  };
   for (const KeptError* kept_error : {&disagreements_[1], &disagreements_[0]})
-    if (kept_error->failed()) return *text = place + kept_error->text(), kept_error->code();
+    if (kept_error->failed()) return *text = place + kept_error->text(), placed(kept_error->code());
   // Its text has the rank in the derived communicator.
-  if (derivation_.failed() && error() != ncclSuccess) return *text = derivation_.text(), derivation_.code();
+  if (derivation_.failed() && error() != ncclSuccess) {
+    *text = derivation_.text();
+    ErrorCode code = derivation_.code();
+    code.place = 0;
+    return code;
+  }
   *text = place + (refused_.load() ? kFailedEarlier : "") + error_text();
-  return error_code();
+  return placed(error_code());
 }
 
 // Without memory a peer only sees the end of the connection.
@@ -561,9 +571,8 @@ ncclResult_t Comm::await_leaving() {
     bool came = session.changed.wait_until(lock, deadline, [&] { return p.left || error() != ncclSuccess; });
     if (error() != ncclSuccess) return error();
     if (!came)
-      return lock.unlock(),
-             fail(ncclTimeout, "ncclCommFinalize: rank %d timed out waiting for rank %d to finalize", rank,
-                  q);
+      return lock.unlock(), fail_in("ncclCommFinalize", ncclTimeout,
+                                    "rank %d timed out waiting for rank %d to finalize", rank, q);
     uint64_t sent = p.sends_issued, got = p.recvs_issued, signalled = p.signals_issued,
              awaited = p.signals_awaited;
     Leaving theirs = p.leaving;

@@ -29,13 +29,13 @@ ncclResult_t check_ready(Comm& comm, const char* function, bool only_takes) {
   CommState& comm_state = comm.comm_state;
   if (comm_state.revoked.load() && comm_state.phase.load() != Phase::Creating) return ncclSuccess;
   if (comm_state.pending() == ncclInProgress || comm_state.must_poll())
-    return fail(ncclInvalidArgument,
-                "%s: comm %p is used before the previous operation returned ncclSuccess "
-                "(ncclCommGetAsyncError)",
-                function, static_cast<void*>(comm.handle));
+    return fail_in(function, ncclInvalidArgument,
+                   "comm %p is used before the previous operation returned ncclSuccess "
+                   "(ncclCommGetAsyncError)",
+                   static_cast<void*>(comm.handle));
   if (ncclResult_t r = comm.check_sound(function, only_takes); r != ncclSuccess) return r;
   if (ncclResult_t r = comm_state.pending(); r != ncclSuccess)
-    return fail(r, "%s: comm is non-blocking: the error of an earlier wrong call stays its state", function);
+    return fail_in(function, r, "comm is non-blocking: the error of an earlier wrong call stays its state");
   return ncclSuccess;
 }
 
@@ -82,8 +82,8 @@ ncclResult_t check_field(const ConfigField& field, int value, const char* functi
   std::string expected = field.high == INT32_MAX
                              ? std::to_string(field.low) + " or more"
                              : std::to_string(field.low) + " to " + std::to_string(field.high);
-  return fail(ncclInvalidArgument, "%s: config.%s is %d, expected %s", function, field.name, value,
-              expected.c_str());
+  return fail_in(function, ncclInvalidArgument, "config.%s is %d, expected %s", field.name, value,
+                 expected.c_str());
 }
 
 ncclResult_t check_config(const ncclConfig_t& config, const char* function) {
@@ -91,12 +91,12 @@ ncclResult_t check_config(const ncclConfig_t& config, const char* function) {
     if (ncclResult_t r = check_field(field, config.*field.member, function); r != ncclSuccess) return r;
   if (config.minCTAs <= config.maxCTAs) return ncclSuccess;
   if (config.maxCTAs != NCCL_CONFIG_UNDEF_INT)
-    return fail(ncclInvalidArgument, "%s: config.minCTAs %d is greater than config.maxCTAs %d", function,
-                config.minCTAs, config.maxCTAs);
+    return fail_in(function, ncclInvalidArgument, "config.minCTAs %d is greater than config.maxCTAs %d",
+                   config.minCTAs, config.maxCTAs);
   // NCCL compares before it fills in the defaults.
-  return fail(ncclInvalidArgument,
-              "%s: config.minCTAs is %d and config.maxCTAs is not set, which NCCL refuses: set both",
-              function, config.minCTAs);
+  return fail_in(function, ncclInvalidArgument,
+                 "config.minCTAs is %d and config.maxCTAs is not set, which NCCL refuses: set both",
+                 config.minCTAs);
 }
 
 // An older caller's struct is shorter, and sets no fields that are newer than its version.
@@ -115,7 +115,7 @@ ncclConfig_t whole_config(const ncclConfig_t& config) {
 ncclResult_t read_config(const ncclConfig_t* config, const char* function, Config* out) {
   if (config) {
     if (config->magic != NCCL_API_MAGIC)
-      return fail(ncclInvalidArgument, "%s: config is not initialized (magic 0x%x)", function, config->magic);
+      return fail_in(function, ncclInvalidArgument, "config is not initialized (magic 0x%x)", config->magic);
     ncclConfig_t whole = whole_config(*config);
     if (ncclResult_t r = check_config(whole, function); r != ncclSuccess) return r;
     if (whole.blocking != NCCL_CONFIG_UNDEF_INT) out->blocking = whole.blocking;
@@ -148,7 +148,7 @@ void leave_all() {
 ncclResult_t inject_fault(Comm& comm, const char* function) {
   Fault fault = fault_point(comm.rank, ++comm.calls);
   if (fault.action == FaultAction::Fail)
-    return fail(fault.result, "%s: made to fail by PYNCCL_CPU_FAULT", function);
+    return fail_in(function, fault.result, "made to fail by PYNCCL_CPU_FAULT");
   if (fault.action == FaultAction::Drop) comm.session.drop_connections();
   return ncclSuccess;
 }
@@ -206,7 +206,7 @@ void interrupt_creations(int thread, bool on) {
 namespace {
 ncclResult_t open(Comm& comm) {
   if (!comm.session.complete())
-    return fail(ncclInternalError, "rank %d of %d: its creation was aborted", comm.rank, comm.nranks);
+    return fail_at(comm.rank, comm.nranks, ncclInternalError, "its creation was aborted");
   comm.open();
   return ncclSuccess;
 }
@@ -324,8 +324,9 @@ ncclResult_t init_all(const std::vector<std::shared_ptr<Comm>>& comms) {
 ncclResult_t finalize(Comm& comm) {
   // The jobs of a group run concurrently.
   if (comm.comm_state.ending() != CommState::End::None)
-    return fail(ncclInvalidUsage, "ncclCommFinalize: comm %p was destroyed or aborted before the group ended",
-                static_cast<void*>(comm.handle));
+    return fail_in("ncclCommFinalize", ncclInvalidUsage,
+                   "comm %p was destroyed or aborted before the group ended",
+                   static_cast<void*>(comm.handle));
   comm.announce_leaving();
   comm.drain(kForever);
   if (comm.error() == ncclSuccess && comm.await_leaving() == ncclTimeout)

@@ -71,7 +71,7 @@ std::shared_ptr<Window> Registry::window_numbered(uint64_t number) const {
 std::shared_ptr<Window> Registry::find_window(const void* handle, const char* function) const {
   std::shared_ptr<Window> found = find_handle<Window>(handle, function);
   if (!found || found->comm == serial_) return found;
-  fail(ncclInvalidArgument, "%s: win %p belongs to another communicator", function, handle);
+  fail_in(function, ncclInvalidArgument, "win %p belongs to another communicator", handle);
   return nullptr;
 }
 

@@ -149,8 +149,7 @@ class Joiner {
     }
     if (socket) return std::make_unique<RemoteTalk>(std::move(socket), stop_);
     if (stop_.is_set())
-      *result =
-          fail(ncclInternalError, "rank %d of %d: the rendezvous was aborted", mine_.rank, mine_.nranks);
+      *result = fail_at(mine_.rank, mine_.nranks, ncclInternalError, "the rendezvous was aborted");
     else if (error == EACCES)
       *result = fail(ncclInvalidUsage, "rank %d cannot join the unique id at %s: %s", mine_.rank, at.c_str(),
                      why.c_str());
@@ -173,11 +172,10 @@ class Joiner {
 
   ncclResult_t cut_off(const Id& id) {
     if (stop_.is_set())
-      return fail(ncclInternalError, "rank %d of %d: the rendezvous was aborted", mine_.rank, mine_.nranks);
-    return fail(
-        errno == ETIMEDOUT ? ncclTimeout : ncclRemoteError,
-        "rank %d of %d: the root of the unique id at %s closed its connection during the rendezvous (%s)",
-        mine_.rank, mine_.nranks, id.endpoint.address().str().c_str(), strerror(errno));
+      return fail_at(mine_.rank, mine_.nranks, ncclInternalError, "the rendezvous was aborted");
+    return fail_at(mine_.rank, mine_.nranks, errno == ETIMEDOUT ? ncclTimeout : ncclRemoteError,
+                   "the root of the unique id at %s closed its connection during the rendezvous (%s)",
+                   id.endpoint.address().str().c_str(), strerror(errno));
   }
 
   // Waits for a message of either kind.
@@ -190,8 +188,8 @@ class Joiner {
                   unsigned(message->header.kind));
     messenger_ = message->header.tag >> 32;
     text_ = message->body.text();
-    return fail(ncclResult_t(uint32_t(message->header.tag)), "rank %d of %d: %s", mine_.rank, mine_.nranks,
-                text_.c_str());
+    return fail_at(mine_.rank, mine_.nranks, ncclResult_t(uint32_t(message->header.tag)), "%s",
+                   text_.c_str());
   }
 
   ncclResult_t check_table(const Message& message) {

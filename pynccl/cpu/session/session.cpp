@@ -136,8 +136,7 @@ ncclResult_t Session::begin(const Table& table) {
   deadline_ = after_seconds(seconds);
   table_ = table;
   if (!(table_[rank].token == self.token))
-    return fail(ncclInternalError, "rank %d of %d: the root's table has another process for this rank", rank,
-                nranks);
+    return fail_at(rank, nranks, ncclInternalError, "the root's table has another process for this rank");
   if (ncclResult_t r = read_table(); r != ncclSuccess) return r;
   choose_wait_policy();
   if (nranks == 1) return ncclSuccess;
@@ -608,7 +607,7 @@ ncclResult_t Session::attach_pipes() {
     p.link.name = p.str();
     if (p.local < 0) {
       if (!data_ && !(data_ = DataWatch::create()))
-        return fail(ncclSystemError, "rank %d of %d: %s", rank, nranks, describe_error(errno).c_str());
+        return fail_at(rank, nranks, ncclSystemError, "%s", describe_error(errno).c_str());
       for (auto& pipe : p.link.pipe) data_->add(pipe->socket());
       continue;
     }
@@ -704,7 +703,7 @@ ncclResult_t Session::cut_off(int q, const char* what, const std::string& why) {
   }
   if (left) owner_.never_ends(q, what);
   if (owner_.error() == ncclSuccess) return link_failed(q, what, why, 0);
-  return fail(owner_.error_code(), "rank %d of %d: %s", rank, nranks, owner_.error_text().c_str());
+  return fail_at(rank, nranks, owner_.error_code(), "%s", owner_.error_text().c_str());
 }
 
 ncclResult_t Session::exchange(const Tags& tags, const std::vector<int>& ranks, const std::vector<char>& mine,
@@ -833,8 +832,8 @@ ncclResult_t Session::hear(const Tags& tags, const std::vector<int>& ranks, cons
   if (stopped()) return fail(ncclInternalError, "rank %d: %s was aborted", rank, what);
   if (failed()) return owner_.say_broken(tags[0]);
   if (ended) return cut_off(missing, what, "it died or left");
-  return fail(ncclTimeout, "rank %d of %d: %s timed out waiting for rank %d (%s) (PYNCCL_CPU_INIT_TIMEOUT)",
-              rank, nranks, what, missing, peer(missing).str().c_str());
+  return fail_at(rank, nranks, ncclTimeout, "%s timed out waiting for rank %d (%s) (PYNCCL_CPU_INIT_TIMEOUT)",
+                 what, missing, peer(missing).str().c_str());
 }
 
 }  // namespace pncpu
