@@ -92,8 +92,7 @@ def launch(job: Job) -> int:
     if on_cpu and not job.cpu and outer.get("PYNCCL_LIBRARY") != "cpu":
         _say("no NVIDIA driver found, so the ranks run with PYNCCL_LIBRARY=cpu", "warning")
     if not job.nranks:
-        devices = 0 if on_cpu or not cuda.available() else cuda.device_count()
-        job = replace(job, nranks=devices or len(os.sched_getaffinity(0)))
+        job = replace(job, nranks=ranks_here(env))
     try:
         logs = Logs(job.log_dir)
     except OSError as error:
@@ -148,6 +147,13 @@ def choose_backend(environ: Mapping[str, str], backend: str) -> dict[str, str]:
     elif env.get("PYNCCL_LIBRARY", "auto") in ("", "auto") and not cuda.available():
         env["PYNCCL_LIBRARY"] = "cpu"
     return env
+
+
+def ranks_here(env: Mapping[str, str]) -> int:
+    """Return the ranks of `-n auto`: one for each device, or for each core without devices."""
+    on_cpu = env.get("PYNCCL_LIBRARY") == "cpu"
+    devices = 0 if on_cpu or not cuda.available() else cuda.device_count()
+    return devices or len(os.sched_getaffinity(0))
 
 
 def rank_environment(

@@ -46,6 +46,8 @@ RUNS = {
     'python -c "import secrets; print(secrets.token_urlsafe(24))"': "",
     "pynccl bench all_reduce --help": "The flags are those of nccl-tests",
     "pynccl bench -n 4 all_reduce …": "# Out of bounds values : 0 OK",
+    "pynccl bench all_reduce -n 4 …": "# Out of bounds values : 0 OK",
+    "pynccl bench all_reduce -n 4 --iters 100 …": " iters: 100 ",
     "pynccl bench all_reduce -g 4 …": "# Out of bounds values : 0 OK",
     "pynccl run -n 4 --no-tag -m pynccl bench all_reduce …": "# Out of bounds values : 0 OK",
     "mpirun -n 4 pynccl bench all_reduce …": "# Out of bounds values : 0 OK",

@@ -358,9 +358,60 @@ def test_under_launchers_without_a_driver(engine: Callable[[int], Command]) -> N
     assert done.stderr.count("pynccl bench: no NVIDIA driver found, so PYNCCL_LIBRARY=cpu") == 1
 
 
-def test_a_rank_alone_is_told_how_to_start_two() -> None:
-    done = run(sys.executable, "-m", "pynccl", "bench", "all_reduce", "-n", "2", "-b", "8", "-e", "8")
-    assert done.stderr == "pynccl bench: 1 rank: `pynccl bench -n 2 all_reduce` starts two\n"
+SMALL = ("-b", "8", "-e", "8", "-w", "0")
+ALONE = "pynccl bench: 1 rank: `pynccl bench -n 2 all_reduce` starts two\n"
+TWO = (
+    "pynccl bench: 2 ranks, by -n 2: no launcher, -t or -g gives their number; iterations are --iters or, "
+    "with -g 1, -n\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("args", "variables", "nranks", "iterations", "told"),
+    [
+        (["-n", "2"], {}, 2, 20, TWO),
+        (["-n2", "--iters", "3"], {}, 2, 3, TWO),
+        (["--iters", "3"], {}, 1, 3, ALONE),
+        (["-g", "1", "-n", "3"], {}, 1, 3, ALONE),
+        (["-t1", "-n", "3"], {}, 1, 3, ALONE),
+        (["-n", "3"], {"RANK": "0", "WORLD_SIZE": "1"}, 1, 3, ALONE),
+    ],
+)
+def test_iterations_or_ranks(
+    args: list[str], variables: dict[str, str], nranks: int, iterations: int, told: str
+) -> None:
+    """-n behind the program: nccl-tests' iterations where something else gives the number of ranks."""
+    command = (sys.executable, "-m", "pynccl", "bench", "all_reduce", *SMALL, *args)
+    done = run(*command, **variables)
+    assert len(lines(done)) == 1
+    assert done.stdout.count("CPU library\n") == nranks
+    assert f" iters: {iterations} " in done.stdout
+    assert done.stderr == told
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (
+            "100",
+            "-n 100 behind the program: ranks or iterations? Expected `pynccl bench -n 100 all_reduce` for "
+            "ranks, or --iters 100 for iterations",
+        ),
+        ("many", "Invalid value for '-n': expected a number of ranks, 1 to 1024 on one machine, or auto"),
+        ("", "Invalid value for '-n': expected a number of ranks"),
+    ],
+)
+def test_wrong_numbers_of_ranks(value: str, words: str) -> None:
+    done = pynccl_command("bench", "all_reduce", "-n", value)
+    assert done.exit_code == 2
+    assert words in " ".join(done.output.split())
+
+
+def test_a_rank_for_each_core() -> None:
+    command = (sys.executable, "-m", "pynccl", "bench", "-n", "auto", "--cpu", "all_reduce", *SMALL)
+    done = run(*command)
+    assert len(lines(done)) == 1
+    assert done.stdout.count("CPU library\n") == len(os.sched_getaffinity(0))
 
 
 def test_groups_of_ranks() -> None:

@@ -1,4 +1,4 @@
-"""The command line of `pynccl bench`: nccl-tests' flags, and `-n N` before the program to start N ranks."""
+"""The command line of `pynccl bench`: nccl-tests' flags, and `-n N` to start N ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from pynccl._base.options import Integer, Number
 from pynccl._errors import NcclRemoteError, NcclTimeoutError, NotSupportedError
 from pynccl._library import loader
 from pynccl._run.command import ranks
-from pynccl._run.launch import MOST_RANKS, Job, choose_backend, launch
+from pynccl._run.launch import MOST_RANKS, Job, choose_backend, launch, ranks_here
 from pynccl._tools.bench import alltoallv, pairs, plot, progress
 from pynccl._tools.bench.against import LEAST_CYCLES, Document, Earlier
 from pynccl._tools.bench.compare import Comparison
@@ -123,6 +123,12 @@ def _choice(most: int) -> Integer:
     return Integer(0, most)
 
 
+# -n behind the program. A larger one that would start ranks is rather meant as iterations.
+_OR_RANKS = "; -n, where no launcher, -t or -g gives the number of ranks, is that number"
+_MOST_STARTED = 16
+_N = f"{__name__}.n"
+_GIVE_RANKS = ("-t", "-g", "--nthreads", "--ngpus")
+
 # Name, letter, type and help; the default is that of Settings.
 _FLAGS: tuple[tuple[str, str, click.ParamType[Any], str], ...] = (
     ("nthreads", "t", Integer(1, MOST_RANKS), "Threads of each process."),
@@ -131,7 +137,7 @@ _FLAGS: tuple[tuple[str, str, click.ParamType[Any], str], ...] = (
     ("maxbytes", "e", _Size(), "Largest size."),
     ("stepbytes", "i", _Size(), "Difference between sizes, without -f."),
     ("stepfactor", "f", _ONE, "Factor between sizes."),
-    ("iters", "n", _ONE, "Iterations of a measurement."),
+    ("iters", "n", _ONE, f"Iterations of a measurement{_OR_RANKS}."),
     ("agg_iters", "m", _ONE, "Calls of an iteration, as one group."),
     ("warmup_iters", "w", _ZERO, "Iterations before the first measurement, of every power of two."),
     ("run_cycles", "N", _ZERO, "Times that all sizes are measured; 0: without end."),
@@ -186,15 +192,64 @@ def _refuse(default: str, why: str) -> Callable[[click.Context, click.Parameter,
 
 
 class _Program(click.Command):
-    """A program that keeps its arguments as they were given, for the ranks that it starts."""
+    """A program that keeps in `ctx.obj` its name and arguments, for the ranks that it starts.
+
+    -n starts the ranks, and is no argument of theirs, if nothing else gives their number: nccl-tests would
+    run one rank, whose bandwidth is that of no link.
+    """
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        ctx.obj = [str(self.name), *args]
         if "--cpu" in args:
             raise click.UsageError(
                 "--cpu behind the program; expected `pynccl bench -n N --cpu PROGRAM ...`", ctx
             )
+        assert ctx.parent is not None
+        given = ctx.parent.params["nranks"] is not None or any(arg.startswith(_GIVE_RANKS) for arg in args)
+        if not given and _environment.detect(os.environ).rank is None:
+            ctx.meta[_N], args = _without_n(args)
+        ctx.obj = [str(self.name), *args]
         return super().parse_args(ctx, args)
+
+
+def _without_n(args: list[str]) -> tuple[str | None, list[str]]:
+    """Return the value of -n, None without one, and the other arguments."""
+    value, others, rest = None, [], iter(args)
+    for arg in rest:
+        if arg.startswith("-n"):
+            value = arg[2:] or next(rest, "")
+        else:
+            others.append(arg)
+    return value, others
+
+
+def _ranks_to_start(ctx: click.Context) -> int | None:
+    """Return the number of ranks that -n before or behind the program starts; None without it."""
+    assert ctx.parent is not None
+    nranks, value = ctx.parent.params["nranks"], ctx.meta.get(_N)
+    if value is not None:
+        try:
+            nranks = ranks(ctx, ctx.command.params[0], value)
+        except click.BadParameter as error:
+            raise click.UsageError(f"Invalid value for '-n': {error.message}", ctx) from None
+    if nranks == 0:
+        nranks = ranks_here(choose_backend(os.environ, "cpu" if ctx.parent.params["cpu"] else "auto"))
+    if value is not None:
+        _say_by_n(ctx, nranks, value)
+    return nranks
+
+
+def _say_by_n(ctx: click.Context, nranks: int, value: str) -> None:
+    if nranks > _MOST_STARTED:
+        raise click.UsageError(
+            f"-n {value} behind the program: ranks or iterations? Expected `pynccl bench -n {value} "
+            f"{ctx.command.name}` for ranks, or --iters {value} for iterations",
+            ctx,
+        )
+    click.echo(
+        f"pynccl bench: {nranks} rank{'s' * (nranks > 1)}, by -n {value}: no launcher, -t or -g gives their "
+        "number; iterations are --iters or, with -g 1, -n",
+        err=True,
+    )
 
 
 def _launch(arguments: list[str], nranks: int, cpu: bool) -> int:
@@ -223,9 +278,9 @@ def _program(operation: Operation) -> click.Command:
     @click.pass_context
     def run(ctx: click.Context, /, **given: Any) -> int:
         settings = Settings(**{name: value for name, value in given.items() if value is not None})
-        _require_sense(settings, operation)
         assert ctx.parent is not None
-        nranks, cpu = ctx.parent.params["nranks"], ctx.parent.params["cpu"]
+        _require_sense(settings, operation)
+        nranks, cpu = _ranks_to_start(ctx), ctx.parent.params["cpu"]
         if settings.p2p and nranks == 1:
             raise click.UsageError("--p2p with -n 1; expected 2 or more ranks")
         _require_peers(settings, operation, nranks)
@@ -392,7 +447,7 @@ def _require_start(settings: Settings, operation: Operation, processes: int) -> 
 
 
 class _Programs(click.Group):
-    """The programs, in nccl-tests' order; `-n N` before one starts the ranks."""
+    """The programs, in nccl-tests' order."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(commands=[_program(operation) for operation in OPERATIONS.values()], **kwargs)
@@ -415,7 +470,8 @@ def bench(nranks: int | None, cpu: bool) -> None:
     """Measure NCCL's operations: the programs of nccl-tests, with their flags and output.
 
     Under a launcher (pynccl run -m pynccl bench, mpirun, torchrun, srun) each process is a rank; with -n this
-    command starts them. -n behind the program is nccl-tests' number of iterations.
+    command starts them. -n behind the program is nccl-tests' number of iterations, unless nothing else gives
+    the number of ranks.
     """
     if cpu and nranks is None:
         raise click.UsageError("--cpu without -n N; expected both, or PYNCCL_LIBRARY=cpu")
