@@ -308,6 +308,13 @@ static int64_t pynccl_age_of_news(const pynccl_watch* w) {
   return pynccl_watchdog.awake - oldest;
 }
 
+// Whether no rank owes an answer, and all have been heard of since their last heartbeat but one.
+static int pynccl_all_respond(const pynccl_watch* w) {
+  for (int r = 0; r < w->size; ++r)
+    if (pynccl_takes_part(w, r) && pynccl_owes(w, r, w->question)) return 0;
+  return pynccl_age_of_news(w) < 2 * BEAT_NS;
+}
+
 // Whether the library says that a call of this rank waits for another rank; only the CPU library can tell.
 static int pynccl_awaits(const pynccl_watch* w, int rank) {
   int awaited = 0;
@@ -377,11 +384,14 @@ void pynccl_explain(const pynccl_watch* w, const char* what, int heard, pynccl_v
   if (pynccl_add_ranks_behind(w, v) && v->count) pynccl_say_awaited(v);
   int hidden = 0;
   for (int r = 0; r < w->size; ++r) hidden |= w->peers[r].hidden;
-  pynccl_say(v->text, sizeof v->text, "; all ranks%s respond, and ", hidden ? " that can be asked" : "");
-  if (!heard)
-    pynccl_say(v->text, sizeof v->text, "up to %.1f s ago had called:", (double)pynccl_age_of_news(w) / 1e9);
+  if (heard || pynccl_all_respond(w))
+    pynccl_say(v->text, sizeof v->text, "; all ranks%s respond, and", hidden ? " that can be asked" : "");
   else
-    pynccl_say(v->text, sizeof v->text, "have called:");
+    pynccl_say(v->text, sizeof v->text, "; the ranks");
+  if (!heard)
+    pynccl_say(v->text, sizeof v->text, " up to %.1f s ago had called:", (double)pynccl_age_of_news(w) / 1e9);
+  else
+    pynccl_say(v->text, sizeof v->text, " have called:");
   for (int r = 0, end; r < w->size; r = end) {
     const uint64_t calls = pynccl_calls_of(w, r);
     const int kind = pynccl_kind_of(w, r);

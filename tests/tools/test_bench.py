@@ -257,12 +257,15 @@ def test_whose_time_is_reported(late_library: str) -> None:
 
 
 def test_a_wait_that_takes_too_long() -> None:
+    """-T names the rank that is late."""
     done = bench(
-        2, "all_reduce", "-b", "8", "-e", "8", "-T", "2", PYNCCL_CPU_FAULT="rank=1,call=3,action=sleep:60"
+        3, "all_reduce", "-b", "8", "-e", "8", "-T", "2", PYNCCL_CPU_FAULT="rank=1,call=30,action=sleep:60"
     )
     assert done.returncode == 1
     assert "# Test timeout: " in done.stdout
-    assert re.search(r"Error: all_reduce: synchronize did not complete on stream \S+ within 2 s", done.stderr)
+    waited = r"Error: all_reduce: (synchronize|barrier) did not complete (on stream \S+ )?within 2 s "
+    # The call is a barrier, or one that rank 1 has not made.
+    assert re.search(waited + r".*(; it waits for rank 1;| rank 1: #28 )", done.stderr), done.stderr
 
 
 def test_policy_and_stream_reach_the_library(tmp_path: Path) -> None:
@@ -1051,6 +1054,13 @@ def test_launchers(launcher: list[str]) -> None:
         ),
         pytest.param(
             signal.SIGSTOP,
+            {"-T": "3"},
+            1,
+            "; rank 1 is not responding: ",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            signal.SIGSTOP,
             {"LONGEST_WAIT": "3"},
             1,
             " did not complete ",
@@ -1067,9 +1077,11 @@ def test_a_rank_that_dies_or_hangs_ends_the_run(
         "from pynccl._tools.bench import settings\n"
         "settings.LONGEST_WAIT = int(os.environ.get('LONGEST_WAIT', settings.LONGEST_WAIT))\n"
     )
-    args = ["-n", "3", "all_reduce", "-b", "4K", "-e", "4K", "-N", "0"]
+    flags = [word for name, value in variables.items() if name.startswith("-") for word in (name, value)]
+    args = ["-n", "3", "all_reduce", "-b", "4K", "-e", "4K", "-N", "0", *flags]
+    env = {name: value for name, value in variables.items() if not name.startswith("-")}
     command = [sys.executable, "-m", "pynccl", "bench", *args]
-    with piped(command, env=environment(PYTHONPATH=str(tmp_path), **variables)) as process:
+    with piped(command, env=environment(PYTHONPATH=str(tmp_path), **env)) as process:
         assert process.stdout is not None
         seen = ""
         for seen in process.stdout:

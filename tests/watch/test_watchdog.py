@@ -269,6 +269,36 @@ def test_stopped_rank(victim: int, tmp_path: Path) -> None:
         assert 1 < took < 3 + SOON, result
 
 
+def asks_only(rank: int, nranks: int, timeout: float) -> tuple[list[int], str] | None:
+    """Wait with a time-out that is not the communicator's for a rank that is stopped."""
+    comm = pynccl.init(timeout=60)
+    pid = int(comm.all_gather(np.array([os.getpid()]))[1][0])
+    together(nranks)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return None
+    stream = pynccl.Stream()
+    comm.all_reduce(np.ones(10), stream=stream)
+    with pytest.raises(NcclTimeoutError) as caught:
+        comm.synchronize(stream, timeout=timeout)
+    together(nranks - 1, "over")
+    comm.abort()
+    if rank == 2:
+        os.kill(pid, signal.SIGKILL)
+    return caught.value.ranks, str(caught.value)
+
+
+@pytest.mark.parametrize("timeout", [1.0, 2.0, 3.0])
+def test_a_wait_that_only_asks_names_a_stopped_rank(timeout: float) -> None:
+    """With 1 s the rank has not had the time in which it should respond, but nobody says that it did."""
+    first, stopped, last = run(3, asks_only, timeout, backend="cpu", check=False, timeout=40)
+    assert isinstance(stopped, RankError)
+    for ranks, text in (first, last):
+        assert "all ranks respond" not in text
+        assert ranks == [1]
+        assert timeout == 1 or "rank 1 is not responding: last heard of" in text
+
+
 def stops_near_the_end(rank: int, nranks: int, after: float) -> tuple[str, list[int]]:
     """The rank that all wait for is stopped when their time is nearly up; they began at different times."""
     comm = pynccl.init(timeout=2)

@@ -91,7 +91,11 @@ class World:
         config = pynccl.Config(CTAPolicy=settings.cta_policy) if settings.cta_policy is not None else None
         each = settings.ranks_each
         alone = each == 1
-        self.control = pynccl.init(config=config if alone else None, device=self.device(0) if alone else None)
+        self.control = pynccl.init(
+            config=config if alone else None,
+            device=self.device(0) if alone else None,
+            timeout=settings.watched,
+        )
         self.process, self.processes = self.control.rank, self.control.size
         self.local = self._texts(machine())[: self.process].count(machine())
         self._meeting = threading.Barrier(settings.nthreads, self._act)
@@ -119,7 +123,9 @@ class World:
         size, first = each * self.processes, each * self.process
 
         def create(i: int) -> pynccl.Communicator:
-            return pynccl.Communicator(size, uid, first + i, config=config, device=self.device(i))
+            return pynccl.Communicator(
+                size, uid, first + i, config=config, device=self.device(i), timeout=self.settings.watched
+            )
 
         with ThreadPoolExecutor(each) as pool:
             return list(pool.map(create, range(each)))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+
+from pynccl.bootstrap._init import DEFAULT_TIMEOUT
 
 # Seconds after which a wait ends the run without -T: a rank that hangs must not hold it without an end.
 LONGEST_WAIT = 3600
@@ -60,6 +63,16 @@ class Settings:
     def longest_wait(self) -> float:
         """The seconds after which a wait ends the run."""
         return float(self.timeout or LONGEST_WAIT)
+
+    @property
+    def watched(self) -> float | None:
+        """The communicators' time-out: with -T they have one, and so a control channel that tells who is late.
+
+        The communicators' creation may last as long as without -T.
+        """
+        if not self.timeout or os.environ.get("PYNCCL_TIMEOUT"):
+            return None
+        return max(self.longest_wait, DEFAULT_TIMEOUT)
 
     @property
     def ranks_each(self) -> int:
