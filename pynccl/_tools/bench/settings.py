@@ -66,9 +66,9 @@ class Settings:
 
     @property
     def watched(self) -> float | None:
-        """The communicators' time-out: with -T they have one, and so a control channel that tells who is late.
+        """The communicators' time-out; with one they have a control channel, which tells who is late.
 
-        The communicators' creation may last as long as without -T.
+        With -T, too, their creation may last as long as usual.
         """
         if not self.timeout or os.environ.get("PYNCCL_TIMEOUT"):
             return None
