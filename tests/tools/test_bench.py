@@ -364,8 +364,8 @@ def test_under_launchers_without_a_driver(engine: Callable[[int], Command]) -> N
 SMALL = ("-b", "8", "-e", "8", "-w", "0")
 ALONE = "pynccl bench: 1 rank: `pynccl bench -n 2 all_reduce` starts two\n"
 TWO = (
-    "pynccl bench: 2 ranks, by -n 2: no launcher, -t or -g gives their number; iterations are --iters or, "
-    "with -g 1, -n\n"
+    "pynccl bench: -n 2 is the number of ranks, since no launcher, -t or -g gives it; iterations are --iters "
+    "or, with -g 1, -n\n"
 )
 
 

@@ -225,20 +225,19 @@ def _without_n(args: list[str]) -> tuple[str | None, list[str]]:
 def _ranks_to_start(ctx: click.Context) -> int | None:
     """Return the number of ranks that -n before or behind the program starts; None without it."""
     assert ctx.parent is not None
-    nranks, value = ctx.parent.params["nranks"], ctx.meta.get(_N)
-    if value is not None:
-        try:
-            nranks = ranks(ctx, ctx.command.params[0], value)
-        except click.BadParameter as error:
-            raise click.UsageError(f"Invalid value for '-n': {error.message}", ctx) from None
+    nranks: int | None = ctx.parent.params["nranks"]
+    if (behind := ctx.meta.get(_N)) is not None:
+        nranks = _ranks_behind(ctx, behind)
     if nranks == 0:
-        nranks = ranks_here(choose_backend(os.environ, "cpu" if ctx.parent.params["cpu"] else "auto"))
-    if value is not None:
-        _say_by_n(ctx, nranks, value)
+        return ranks_here(choose_backend(os.environ, "cpu" if ctx.parent.params["cpu"] else "auto"))
     return nranks
 
 
-def _say_by_n(ctx: click.Context, nranks: int, value: str) -> None:
+def _ranks_behind(ctx: click.Context, value: str) -> int:
+    try:
+        nranks = ranks(ctx, ctx.command.params[0], value) or 0
+    except click.BadParameter as error:
+        raise click.UsageError(f"Invalid value for '-n': {error.message}", ctx) from None
     if nranks > _MOST_STARTED:
         raise click.UsageError(
             f"-n {value} behind the program: ranks or iterations? Expected `pynccl bench -n {value} "
@@ -246,10 +245,11 @@ def _say_by_n(ctx: click.Context, nranks: int, value: str) -> None:
             ctx,
         )
     click.echo(
-        f"pynccl bench: {nranks} rank{'s' * (nranks > 1)}, by -n {value}: no launcher, -t or -g gives their "
-        "number; iterations are --iters or, with -g 1, -n",
+        f"pynccl bench: -n {value} is the number of ranks, since no launcher, -t or -g gives it; iterations "
+        "are --iters or, with -g 1, -n",
         err=True,
     )
+    return nranks
 
 
 def _launch(arguments: list[str], nranks: int, cpu: bool) -> int:
