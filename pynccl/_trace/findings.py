@@ -477,6 +477,8 @@ def _crossing(one: World, two: World) -> Iterator[str]:
 
 # A dump that pynccl wrote has no more.
 _MOST_REASONS = 16
+# The beginning of what is said of a communicator without findings.
+QUIET = "nothing is outstanding: "
 
 
 # --- all of it ---------------------------------------------------------------------------------------------
@@ -500,14 +502,14 @@ def _quiet(world: World) -> str:
             if len(last) == 1 and newest
             else "the ranks' last calls differ"
         )
-        return f"nothing is outstanding: {text}"
+        return f"{QUIET}{text}"
     # Calls that have no number, such as suspend.
     calls = {rank: member.records[-1] for rank, member in world.members.items() if member.records}
     if not calls:
         return "no calls"
     same = len(calls) == len(world.members) and len(set(map(signature, calls.values()))) == 1
     text = f"the last call is {say(next(iter(calls.values())))}" if same else _together(calls)
-    return f"nothing is outstanding: {text}"
+    return f"{QUIET}{text}"
 
 
 def explain(dumps: Dumps) -> str:

@@ -21,7 +21,7 @@ from pynccl._library.generated.tables import ITEM_SIZES
 from pynccl._library.results import result_name
 from pynccl._trace.clocks import Clocks, align
 from pynccl._trace.dumps import PENDING, Dumps, Member, World, worlds_of
-from pynccl._trace.findings import never_made, say_place, say_runs
+from pynccl._trace.findings import QUIET, never_made, say_place, say_runs
 from pynccl._trace.recorder import TraceRecord
 from pynccl._types import DataType
 
@@ -183,10 +183,12 @@ def _paragraphs(report: str) -> Iterator[str]:
     """Yield the lines of the report; those above the first communicator are findings, too."""
     kind = "finding"
     for line in report.splitlines():
-        if not line.startswith("  "):
+        if line.startswith("  "):
+            own = "subject" if line.strip().startswith(QUIET) else "finding"
+        else:
             subject = line.startswith("communicator ")
-            kind = "subject" if subject else "finding" if kind == "finding" else "note"
-        yield f'<p class="{"finding" if line.startswith("  ") else kind}">{escape(line.strip())}</p>'
+            own = kind = "subject" if subject else "finding" if kind == "finding" else "note"
+        yield f'<p class="{own}">{escape(line.strip())}</p>'
 
 
 def _when(ns: int) -> str:

@@ -75,6 +75,14 @@ def pointed_at(page: Browser, share: float) -> list[tuple[str, list[int]]]:
     return found
 
 
+def test_a_communicator_without_findings_does_not_stand_out(run_python: Run, tmp_path: Path) -> None:
+    run(2, programs.fine, backend="cpu", timeout=30, env={"PYNCCL_TRACE_DIR": str(tmp_path)})
+    page, _ = made(run_python, tmp_path)
+    paragraphs = re.findall(r'<p class="(\w+)">(.*?)</p>', page.read_text())
+    assert ("subject", "nothing is outstanding: the last call is barrier #4") in paragraphs
+    assert "finding" not in [kind for kind, _ in paragraphs]
+
+
 def test_a_hang(run_python: Run, tmp_path: Path, chromium: Browser) -> None:
     env = {"PYNCCL_TRACE_DIR": str(tmp_path), "PYNCCL_TRACE_STACKS": "1"}
     run(3, programs.missing, backend="cpu", check=False, timeout=30, env=env)
