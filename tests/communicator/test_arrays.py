@@ -79,6 +79,7 @@ def takes(comm: Communicator) -> dict[str, Callable[[Any], Any]]:
     }
 
 
+@pytest.mark.torch
 @on_ranks(N)
 def test_every_argument(rank: int, nranks: int) -> None:
     """Each argument of each operation is looked at in the same way, and called by its name."""
@@ -241,6 +242,7 @@ def test_orders_and_counts(rank: int, nranks: int) -> None:
         assert n == 2
 
 
+@pytest.mark.torch
 @on_ranks(2)
 def test_shapes(rank: int, nranks: int) -> None:
     """A result has the shape that follows from the input; what has no shape is counted."""
@@ -463,6 +465,7 @@ def test_other_arguments(rank: int, nranks: int) -> None:
 # --- particular kinds ---
 
 
+@pytest.mark.torch
 @on_ranks(N)
 def test_torch(rank: int, nranks: int) -> None:
     import torch

@@ -35,6 +35,7 @@ from pynccl import (
 from ranks import on_ranks
 
 
+@pytest.mark.torch
 @on_ranks(1, 2, 4)
 def test_results_are_there_at_the_end(rank: int, nranks: int) -> None:
     n, me = nranks, rank

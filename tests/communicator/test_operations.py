@@ -173,6 +173,7 @@ def every_case(rank: int, nranks: int) -> None:
                 case(comm)
 
 
+@pytest.mark.torch
 @pytest.mark.parametrize("nranks", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.timeout(180)
 def test_every_operation(nranks: int) -> None:
@@ -267,6 +268,7 @@ def test_factors(rank: int, nranks: int) -> None:
             op.destroy()
 
 
+@pytest.mark.torch
 @on_ranks(2)
 def test_factors_in_memory(rank: int, nranks: int) -> None:
     with pynccl.init(timeout=30) as comm:

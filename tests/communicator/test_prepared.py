@@ -121,6 +121,7 @@ def test_every_operation_can_be_prepared() -> None:
         assert f"Communicator.{name}" in (getattr(Prepare, name).__doc__ or "")
 
 
+@pytest.mark.torch
 @on_ranks(2)
 def test_every_kind_of_array(rank: int, nranks: int) -> None:
     with pynccl.init(timeout=30) as comm:

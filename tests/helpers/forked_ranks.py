@@ -1,9 +1,10 @@
 """A pytest plugin: `pynccl.testing.run` forks its ranks, which spares them most of their start.
 
 Each process of pytest has a server for that (rank_server.py), and one more for tests that use torch. A rank
-is a process in every other respect: it runs what a new interpreter would, and ends like one. What its ranks
-share, and others do not, is where the system has put their memory: tests/conformance starts its processes one
-by one, except for tests of ranks that die.
+runs what a new interpreter would. At its end it joins threads and calls exit functions, but leaves modules as
+they are: tests of the end use `run_program`, and `make coverage` forks no ranks. What the ranks share, and
+others do not, is where the system has put their memory: tests/conformance starts its processes one by one,
+except for tests of ranks that die.
 """
 
 from __future__ import annotations
@@ -120,6 +121,6 @@ def forked_ranks(
     if "coverage" in sys.modules or request.node.get_closest_marker("gpu"):
         return
     if not hasattr(request.module, "NEW_INTERPRETERS"):
-        # A module of which few tests use them has neither name: the end of a fork with torch takes long.
-        uses_torch = hasattr(request.module, "torch") or hasattr(request.module, "KINDS")
+        # Not for all: a fork takes long that shares torch's memory.
+        uses_torch = hasattr(request.module, "torch") or bool(request.node.get_closest_marker("torch"))
         monkeypatch.setattr(testing, "Child", rank_servers[uses_torch].child)

@@ -274,7 +274,7 @@ def shared_mebibytes() -> float:
 
 def use_all_pairs(rank: int, nranks: int) -> float:
     with pynccl.init(timeout=None) as comm:
-        for count in (1, 1000, 20_000, 200_000):
+        for count in (1, 1000, 200_000):
             assert comm.all_reduce(np.ones(count))[-1] == nranks
             parts = np.full((nranks, count // 100 + 1), float(rank))
             got = np.empty_like(parts)

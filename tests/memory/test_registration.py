@@ -41,6 +41,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return seen
 
 
+@pytest.mark.torch
 @on_ranks(1, 2)
 def test_register(rank: int, nranks: int) -> None:
     with pynccl.init(timeout=30) as comm:

@@ -86,6 +86,7 @@ def test_dtypes(rank: int, nranks: int) -> None:
                 assert (mine.view(np.uint8)[-len(bytes_) :] == 1).all()
 
 
+@pytest.mark.torch
 @on_ranks(2)
 def test_arrays(rank: int, nranks: int) -> None:
     """Any array that a call takes, at any address, of a size of its own."""
@@ -232,6 +233,7 @@ def test_peer(rank: int, nranks: int) -> None:
     assert part[1] == 3
 
 
+@pytest.mark.torch
 @on_ranks(2)
 def test_peers_of_other_sizes_and_libraries(rank: int, nranks: int) -> None:
     with pynccl.init(timeout=30) as comm:
