@@ -589,8 +589,9 @@ import pynccl
 class Nothing:
     def get(self, name): return None
     def set(self, name, value): pass
-method, rank = sys.argv[1], int(sys.argv[2])
-pynccl.library_info()
+method, rank, alone = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+# The interpreter loses a Ctrl-C in a callback of an import: this imports what the wait needs.
+pynccl.init(alone, rank=0, world_size=1).destroy()
 print("ready", flush=True)
 try:
     pynccl.init(Nothing() if method == "object" else method, rank=rank, world_size=3, timeout=30)
@@ -607,7 +608,7 @@ def test_ctrl_c(wait: str, tmp_path: Path) -> None:
         env = clean_environment() | {
             "PYNCCL_STORE": server.address, "PYNCCL_SECRET": server.secret, "PYNCCL_LIBRARY": "cpu",
         }  # fmt: skip
-        command = [sys.executable, "-c", INTERRUPTED, method, str(rank)]
+        command = [sys.executable, "-c", INTERRUPTED, method, str(rank), f"file://{tmp_path}/alone"]
         process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
         try:
             assert process.stdout is not None
