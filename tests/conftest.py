@@ -167,12 +167,6 @@ def headers_of(library: str) -> Path:
     return Path(library).parents[1] / "include"
 
 
-@pytest.fixture(scope="session")
-def torch_backend() -> None:
-    """Compile the torch.distributed backend, before tests with time limits of their own want it."""
-    subprocess.run([sys.executable, "-c", "import pynccl.torch"], check=True, timeout=900, cwd=ROOT)
-
-
 def _download(version: str, target: Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
         pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]

@@ -124,3 +124,15 @@ def forked_ranks(
         # Not for all: a fork takes long that shares torch's memory.
         uses_torch = hasattr(request.module, "torch") or bool(request.node.get_closest_marker("torch"))
         monkeypatch.setattr(testing, "Child", rank_servers[uses_torch].child)
+
+
+@pytest.fixture(scope="session")
+def torch_backend(rank_servers: tuple[Server, Server]) -> None:
+    """Compile the torch.distributed backend, before tests with time limits of their own want it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(testing, "Child", rank_servers[1].child)
+        testing.run(1, import_backend, backend="cpu", timeout=900)
+
+
+def import_backend(rank: int, nranks: int) -> None:
+    import pynccl.torch  # noqa: F401
