@@ -47,9 +47,12 @@ _PLACE = struct.Struct("!B16sH")
 # Bytes of a failure's text.
 _TEXT = 256
 _SIOCGIFADDR = 0x8915
-_GREETING = struct.Struct(f"!{_KEY}s{_KEY}s{_KEY}sIQ?I")
+_GREETING = struct.Struct(f"!{_KEY}s{_KEY}s{_KEY}sIQ?II")
 # The variable that says up to how many ranks the channel connects any two.
 _MESH, _MESH_RANKS, _MOST_MESH = "PYNCCL_MESH_RANKS", 32, 1 << 16
+
+# This process's place among those of all its communicators: its rank in the first one with a channel.
+_order = -1
 
 # The host of the rendezvous that the last pynccl.init named, rather than the launcher's variables.
 _met_at = ""
@@ -92,14 +95,14 @@ def connect(
 
     With a failure of this rank, every rank raises it.
     """
-    secret, mine, failure = ("", bytes(_GREETING.size), failure) if failure else _greeting()
+    secret, mine, failure = ("", bytes(_GREETING.size), failure) if failure else _greeting(rank)
     greetings = [_GREETING.unpack(each) for each in _exchange(rank, size, gather, mine, failure)]
     _check_secrets(rank, size, [greeting[5] for greeting in greetings])
     key, mesh = greetings[0][1], greetings[0][6]
     processes = [Process(*greeting[2:5]) for greeting in greetings]
     one_host = len({greeting[0] for greeting in greetings}) == 1
     with ExitStack() as opened:
-        lines = _Lines(rank, processes, mesh, key, bool(secret))
+        lines = _Lines(rank, processes, [greeting[7] for greeting in greetings], mesh, key, bool(secret))
         opened.callback(lines.close)
         listener, mine, failure = _place(one_host, lines, opened)
         answers = _exchange(rank, size, gather, mine, failure)
@@ -109,6 +112,10 @@ def connect(
         opened.callback(links.close)
         links.call([_unpack_place(answer[: _PLACE.size]) for answer in answers])
         late = links.answer(look)
+        if any(any(answer[_PLACE.size :]) for answer in answers):
+            # A rank that shares its lines may be done, and abort, while others still exchange the places.
+            with suppress(NcclError):
+                gather(bytes(1))
         # They were alive when they connected; a process that is invisible now never proves anything.
         here = processes[rank].space
         visible = [
@@ -122,15 +129,17 @@ def connect(
 class _Lines:
     """The lines from this process to a communicator's neighbours, see native/lines.h."""
 
-    def __init__(self, rank: int, processes: list[Process], mesh: int, key: bytes, sealed: bool) -> None:
+    def __init__(
+        self, rank: int, processes: list[Process], orders: list[int], mesh: int, key: bytes, sealed: bool
+    ) -> None:
         self.rank, self.size, self.key = rank, len(processes), key
         self.number = _number(key)
         steps = ffi.new("int[]", self.size)
         self._steps = list(steps[0 : lib.pynccl_watch_neighbours(self.size, mesh, steps)])
         self._neighbours = [(rank + step) % self.size for step in self._steps]
         self.connections = ffi.new("pynccl_connection[]", self.size)
-        for connection in self.connections:
-            connection.socket = lib.PYNCCL_NO_LINE
+        for connection, order in zip(self.connections, orders, strict=True):
+            connection.order, connection.socket = order, lib.PYNCCL_NO_LINE
         for other in self._neighbours:
             connection, process = self.connections[other], processes[other]
             ffi.memmove(connection.process.space, process.space, _KEY)
@@ -224,14 +233,18 @@ def _cannot_open(error: OSError) -> NcclSystemError:
     return NcclSystemError(f"the control channel cannot be opened: {error}{descriptor_limit(error)}")
 
 
-def _greeting() -> tuple[str, bytes, NcclError | None]:
+def _greeting(rank: int) -> tuple[str, bytes, NcclError | None]:
     """Return the secret and this process's first message; or zeros and the error."""
+    global _order
+    if _order < 0:
+        _order = rank
     try:
         secret = read_secret()
         if secret:
             handshake.load_noise()
         host, key = digest(loopback()), secrets.token_bytes(_KEY)
-        return secret, _GREETING.pack(host, key, *process(os.getpid()), bool(secret), _mesh_ranks()), None
+        me, mesh = process(os.getpid()), _mesh_ranks()
+        return secret, _GREETING.pack(host, key, *me, bool(secret), mesh, _order), None
     except BootstrapError as error:
         return "", bytes(_GREETING.size), error
     except OSError as error:

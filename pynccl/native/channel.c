@@ -42,7 +42,8 @@ static int pynccl_address(const pynccl_watch* w, int rank, const pynccl_frame* f
   sent.channel = w->channel;
   sent.from = (uint32_t)w->rank;
   sent.at = (uint32_t)rank;
-  return pynccl_line_send(w->peers[rank].line, &sent);
+  const int ends = w->departure || frame->kind == FRAME_END;
+  return pynccl_line_send(w->peers[rank].line, &sent, ends ? SIZE_MAX : MOST_OUTPUT);
 }
 
 int pynccl_send_frame(pynccl_watch* w, int rank, const pynccl_frame* frame) {
@@ -431,9 +432,9 @@ void pynccl_channel_give_up(uint64_t channel, int rank, const pynccl_connection*
     if (made[r].socket >= 0) close(made[r].socket);
     pynccl_line* line = made[r].socket == PYNCCL_SHARED ? pynccl_line_named(made[r].line) : NULL;
     if (!line) continue;
-    pynccl_line_send(
-        line,
-        &(pynccl_frame){.channel = channel, .from = (uint32_t)rank, .at = (uint32_t)r, .kind = FRAME_END});
+    const pynccl_frame end = {
+        .channel = channel, .from = (uint32_t)rank, .at = (uint32_t)r, .kind = FRAME_END};
+    pynccl_line_send(line, &end, SIZE_MAX);
     pynccl_line_release(line);
   }
   pthread_mutex_unlock(&pynccl_watchdog.lock);

@@ -53,6 +53,7 @@
 
 typedef struct pynccl_peer {
   pynccl_line* line;  // NULL: none
+  int order;          // of its process, see pynccl_connection
   int departure;
   int hearsay;           // the departure of a neighbour as others tell it, before its own last frames
   int gone;              // the connection to it has ended, or no neighbour reaches it

@@ -77,6 +77,8 @@ void pynccl_line_close(pynccl_line* line) {
   if (line->socket < 0) return;
   // Closing a socket with unread input resets the connection, and the peer might lose the last frames.
   char unread[4096];
+  // A forked child may hold a copy of the socket, which would stay in the set.
+  epoll_ctl(pynccl_lines.epoll, EPOLL_CTL_DEL, line->socket, NULL);
   while (recv(line->socket, unread, sizeof unread, MSG_DONTWAIT) > 0) continue;
   shutdown(line->socket, SHUT_WR);
   close(line->socket);
@@ -140,9 +142,9 @@ static int pynccl_unpack(pynccl_line* line, pynccl_frame* frame) {
                         (const unsigned char*)line->incoming.key);
 }
 
-int pynccl_line_send(pynccl_line* line, const pynccl_frame* frame) {
+int pynccl_line_send(pynccl_line* line, const pynccl_frame* frame, size_t most) {
   if (line->socket < 0) return ECONNRESET;
-  if (line->output_bytes > MOST_OUTPUT) return ENOBUFS;
+  if (line->output_bytes > most) return ENOBUFS;
   const size_t bytes = pynccl_wire_bytes(line);
   if (line->output_bytes + bytes > line->output_capacity) {
     const size_t capacity = 2 * line->output_capacity + 4 * bytes;

@@ -8,7 +8,7 @@
 #include "frames.h"
 #include "internal.h"
 
-// A line with this much unsent output takes no more frames.
+// A line with this much unsent output takes no more frames, but those that end a communicator.
 #define MOST_OUTPUT (1 << 20)
 // The bytes that encryption adds to a frame.
 #define TAG_BYTES 16
@@ -78,8 +78,8 @@ pynccl_line* pynccl_line_named(uint64_t name);
 pynccl_line* pynccl_line_to(const pynccl_process* other, int sealed);
 // Drop a reference. The last one closes the connection.
 void pynccl_line_release(pynccl_line* line);
-// Send a frame: 0 or an errno.
-int pynccl_line_send(pynccl_line* line, const pynccl_frame* frame);
+// Send a frame, unless more than `most` bytes are unsent: 0 or an errno.
+int pynccl_line_send(pynccl_line* line, const pynccl_frame* frame, size_t most);
 // Send what has been kept.
 void pynccl_line_push(pynccl_line* line);
 // Receive a frame: 1. 0: none has come. -1: the connection has ended. -2: it is not authentic, or not the

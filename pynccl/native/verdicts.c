@@ -136,21 +136,31 @@ static int pynccl_find_apart(const pynccl_watch* w, pynccl_rows* rows) {
   return 1;
 }
 
+typedef struct pynccl_reasons {
+  int lacks, missed, order;
+} pynccl_reasons;
+
+static int pynccl_is_worse(pynccl_reasons a, pynccl_reasons b) {
+  if (a.lacks != b.lacks) return a.lacks > b.lacks;
+  return a.missed != b.missed ? a.missed > b.missed : a.order >= b.order;
+}
+
 // Of the ranks that cannot reach each other, choose the one that cannot reach most of the others; then the
-// one that most ranks cannot reach; then the highest. `left` has the ranks that have not failed.
+// one that most ranks cannot reach; then the highest, by the order that is the same in all communicators: a
+// connection that ends does so in each of them. `left` has the ranks that have not failed.
 static int pynccl_worst(const pynccl_watch* w, const pynccl_rows* rows, const uint64_t* left) {
-  int worst = -1, most = 0, most_missed = 0;
+  int worst = -1;
+  pynccl_reasons most = {0, 0, 0};
   for (int r = 0; r < w->size; ++r) {
-    int lacks = 0, missed = 0;
+    pynccl_reasons found = {0, 0, w->peers[r].order};
     if (!(left[r / 64] >> r % 64 & 1)) continue;
     for (size_t i = 0; i < rows->words; ++i) {
-      lacks += __builtin_popcountll(rows->apart[(size_t)r * rows->words + i] & left[i]);
-      missed += __builtin_popcountll(rows->lost_by[(size_t)r * rows->words + i] & left[i]);
+      found.lacks += __builtin_popcountll(rows->apart[(size_t)r * rows->words + i] & left[i]);
+      found.missed += __builtin_popcountll(rows->lost_by[(size_t)r * rows->words + i] & left[i]);
     }
-    if (!lacks || lacks < most || (lacks == most && missed < most_missed)) continue;
+    if (!found.lacks || !pynccl_is_worse(found, most)) continue;
     worst = r;
-    most = lacks;
-    most_missed = missed;
+    most = found;
   }
   return worst;
 }

@@ -70,6 +70,7 @@ enum pynccl_connected {
   PYNCCL_SHARED = -4
 };
 typedef struct pynccl_connection {
+  int order;  // of the rank's process: the same in all communicators
   int socket;
   uint64_t line;
   pynccl_process process;

@@ -297,6 +297,7 @@ static int pynccl_take_lines(pynccl_watch* w, const pynccl_connection* made, con
   for (int r = 0; r < w->size; ++r) {
     pynccl_peer* p = &w->peers[r];
     p->heard = pynccl_watchdog.awake;
+    if (made) p->order = made[r].order;
     // Whether a rank is alive that cannot be reached, only its neighbours can tell.
     p->provable = made && r != w->rank && made[r].socket != PYNCCL_NO_LINE;
     if (!p->provable) continue;

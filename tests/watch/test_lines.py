@@ -106,24 +106,48 @@ def test_the_end_of_one_communicator_is_not_that_of_another() -> None:
     assert run(3, leaves_one, backend="cpu", timeout=60) == [([1], 3.0)] * 3
 
 
-def is_cut(rank: int, nranks: int) -> list[list[int]]:
+def is_cut(rank: int, nranks: int, ends: list[int]) -> tuple[list[int], list[int]]:
     """The connection between two ranks ends, of which the others hear from both."""
     comm, cutter = meet(20, nranks)
     child = comm.split(0, key=-rank)
     together(nranks, "split")
-    cutter.cut(rank, range(nranks) if rank in (0, 2) else [])
-    named = [failure(each.barrier).ranks for each in (comm, child)]
+    if rank in ends:
+        cutter.cut(rank, ends)
+    named, in_child = [failure(each.barrier).ranks for each in (comm, child)]
     together(nranks, "named")
-    return named
+    return named, sorted(nranks - 1 - other for other in in_child)
 
 
-def test_a_connection_that_ends_between_living_ranks() -> None:
+@pytest.mark.parametrize("ends", [[0, 2], [0, 1], [1, 3]])
+def test_a_connection_that_ends_between_living_ranks(ends: list[int]) -> None:
     """It ends in each communicator, and the ranks that go on name the same process in each."""
-    results = run(3, is_cut, backend="cpu", check=False, timeout=60)
-    named, in_child = results[1]
-    assert named in ([0], [2]), results
-    assert in_child == [2 - named[0]], results
-    assert results[2 - named[0]] == results[1], results
+    results = run(4, is_cut, ends, backend="cpu", check=False, timeout=60)
+    out = ends[1]
+    for rank, named in enumerate(results):
+        assert named == ([out], [out]) or rank == out, results
+
+
+def aborts_at_once(rank: int, nranks: int, turns: int) -> list[str]:
+    """One rank aborts a child as soon as it has it."""
+    comm = pynccl.init(timeout=20)
+    told = []
+    for _ in range(turns):
+        child = comm.split(0, key=-rank)
+        if rank == nranks - 1:
+            child.abort()
+        else:
+            error = failure(child.barrier)
+            told.append(f"{error.ranks} {str(error).partition(' (')[0]}")
+            child.abort()
+        comm.barrier()
+    return told
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_an_abort_as_soon_as_a_child_is_made(threads: int) -> None:
+    """Every other rank has its child by then, or gets it, and is told who has aborted."""
+    results = run(6, aborts_at_once, 15, threads=threads, backend="cpu", timeout=60)
+    assert results == [["[0] rank 0 aborted its communicator"] * 15] * 5 + [[]]
 
 
 def slow_to_watch(seconds: float) -> None:
