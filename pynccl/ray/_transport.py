@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 import ray
 import torch
@@ -55,7 +56,7 @@ class _Line:
         self.actors = [f"actor {actor}" for actor in name.split("-")]
         self.comm: Communicator | None = None
         self.aborted = threading.Event()
-        self._named = set[NcclError]()
+        self._named = WeakSet[NcclError]()
 
     def open(self, rank: int) -> Communicator:
         if self.comm is None:

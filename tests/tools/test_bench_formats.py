@@ -505,7 +505,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
     """Return what the library was asked for with each of FLAGS, and the line's results."""
     folder = tmp_path_factory.mktemp("told")
     library = changed_library(folder, TELLS)
-    common = ["-b", "100000", "-e", "100000", "-n", "3", "-w", "0", "-c", "0"]
+    common = ["-b", "100000", "-e", "100000", "--iters", "3", "-w", "0", "-c", "0"]
     runs = {
         flags: ["all_reduce", *common, "--save", str(folder / f"{flags}.json"), *flags.split()]
         for flags in FLAGS
