@@ -285,7 +285,7 @@ def test_a_rank_stopped_while_shrinking_is_named_by_all() -> None:
 
 def one_lost_the_stopped(rank: int, nranks: int) -> list[int]:
     """Rank 1 lost the stopped rank, which may take rank 1's end for a death; rank 0 did not."""
-    comm, cutter = meet(1, nranks)
+    comm, cutter = meet(2, nranks)
     pid = int(comm.all_gather(np.array([os.getpid()]))[2][0])
     together(nranks, "stopping")
     if rank == 2:
@@ -308,7 +308,7 @@ def test_all_survivors_stay_until_none_misleads_a_rank() -> None:
 
 def comes_late(rank: int, nranks: int) -> tuple[str, list[int], list[int]]:
     """Rank 3 dies; rank 1 shrinks after the others went on without it and ended."""
-    comm, _ = meet(1, nranks)
+    comm, _ = meet(2, nranks)
     pids = [int(pid) for pid in comm.all_gather(np.array([os.getpid()])).ravel()]
     together(nranks, "dying")
     if rank == 3:
