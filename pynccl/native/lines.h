@@ -74,7 +74,7 @@ extern struct pynccl_lines pynccl_lines;
 pynccl_line* pynccl_line_new(const pynccl_connection* made, const pynccl_sealing* sealing, int rank);
 pynccl_line* pynccl_line_with_id(uint32_t id);
 pynccl_line* pynccl_line_named(uint64_t name);
-// The line to a process that the other end names, too; NULL: there is none. It has the smallest name.
+// Of the lines to a process, the one with the smallest name, which both ends find; NULL: there is none.
 pynccl_line* pynccl_line_to(const pynccl_process* other, int sealed);
 // Drop a reference. The last one closes the connection.
 void pynccl_line_release(pynccl_line* line);
@@ -88,7 +88,7 @@ int pynccl_line_receive(pynccl_line* line, pynccl_frame* frame);
 void pynccl_line_close(pynccl_line* line);
 // Keep the frames for a rank: 0 or ENOMEM.
 int pynccl_expect(uint64_t channel, int rank);
-// The frames that have come for it, of which it is not expected any more. pynccl_drop_early() frees them.
+// Stop keeping frames for a rank, and return those that have come. pynccl_drop_early() frees them.
 pynccl_early* pynccl_take_early(uint64_t channel, int rank);
 void pynccl_drop_early(pynccl_early* frames);
 // Keep a frame, if its receiver is expected.
