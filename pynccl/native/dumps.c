@@ -4,7 +4,10 @@
 #include <fcntl.h>
 #include <signal.h>
 #include <stdio.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include "names.h"
@@ -386,17 +389,45 @@ static int pynccl_has_file(const pynccl_asking* a) {
   return !fstat(a->fd, &now) && now.st_dev == a->file.st_dev && now.st_ino == a->file.st_ino;
 }
 
+static void pynccl_call_earlier(int number, siginfo_t* info, void* context) {
+  const struct sigaction* before = &pynccl_signals[number].before;
+  if (before->sa_flags & SA_SIGINFO)
+    before->sa_sigaction(number, info, context);
+  else if (before->sa_handler != SIG_DFL && before->sa_handler != SIG_IGN)
+    before->sa_handler(number);
+}
+
+// faulthandler reads the stacks of threads that run, and crashes when a frame changes meanwhile
+// (https://github.com/python/cpython/issues/116008). In a copy of the process nothing changes, and only the
+// copy crashes. The copy sends no SIGCHLD, and the program's wait() does not see it.
+static void pynccl_call_earlier_in_a_copy(int number, siginfo_t* info, void* context) {
+  const long copy = syscall(SYS_clone, 0, NULL, NULL, NULL, NULL);
+  if (copy < 0) {
+    pynccl_call_earlier(number, info, context);
+  } else if (!copy) {
+    const struct rlimit none = {0, 0};
+    setrlimit(RLIMIT_CORE, &none);
+    signal(SIGSEGV, SIG_DFL);
+    signal(SIGBUS, SIG_DFL);
+    pynccl_call_earlier(number, info, context);
+    _exit(0);
+  } else {
+    while (waitpid(copy, NULL, __WCLONE) < 0 && errno == EINTR) continue;
+  }
+}
+
 static void pynccl_on_signal(int number, siginfo_t* info, void* context) {
   const int saved = errno;
   const pynccl_asking* a = &pynccl_signals[number];
   pynccl_trace_save(a->kind, a->text);
-  if (a->fd >= 0) __atomic_store_n(&pynccl_ends, 1, __ATOMIC_RELEASE);
-  if (a->fd < 0 || pynccl_has_file(a)) {
-    if (a->before.sa_flags & SA_SIGINFO)
-      a->before.sa_sigaction(number, info, context);
-    else if (a->before.sa_handler != SIG_DFL && a->before.sa_handler != SIG_IGN)
-      a->before.sa_handler(number);
-    if (a->fd >= 0 && write(a->fd, PYNCCL_ANSWERED, strlen(PYNCCL_ANSWERED)) < 0) errno = saved;
+  if (a->fd < 0) {
+    pynccl_call_earlier(number, info, context);
+  } else {
+    __atomic_store_n(&pynccl_ends, 1, __ATOMIC_RELEASE);
+    if (pynccl_has_file(a)) {
+      pynccl_call_earlier_in_a_copy(number, info, context);
+      if (write(a->fd, PYNCCL_ANSWERED, strlen(PYNCCL_ANSWERED)) < 0) errno = saved;
+    }
   }
   errno = saved;
 }

@@ -709,6 +709,40 @@ def test_who_does_not_listen_is_not_asked(script: Script, started: Started) -> N
     assert any(line.startswith("[0] ") and line.endswith(" in <module>") for line in errors.splitlines())
 
 
+RUNS_WHILE_ASKED = """
+import os, signal, subprocess, sys, threading, time
+from pathlib import Path
+import pynccl
+
+def short(n):
+    return n and long(n - 1)
+
+exec("def long(n):\\n" + 300 * "    x = n\\n" + "    return n and short(n - 1)")
+
+request = int((Path(os.environ["PYNCCL_STACKS_DIR"]) / str(os.getpid())).read_text().split()[0])
+threading.Thread(target=time.sleep, args=(100,), daemon=True).start()
+# The other thread answers while this one runs.
+signal.pthread_sigmask(signal.SIG_BLOCK, [request])
+asks = f"import os, time\\nfor _ in range(100): os.kill({os.getpid()}, {request}); time.sleep(0.005)"
+with subprocess.Popen([sys.executable, "-c", asks]) as asking:
+    while asking.poll() is None:
+        for _ in range(100):
+            short(20)
+print("ready", flush=True)
+time.sleep(100)
+"""
+
+
+def test_the_stacks_of_running_threads_end_no_rank(script: Script, started: Started) -> None:
+    """faulthandler crashes where a frame changes while it reads it."""
+    process = started("-n", "1", "--cpu", script(RUNS_WHILE_ASKED))
+    _wait_ready(process, 1)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 128 + signal.SIGINT
+    assert any(line.startswith("[0] ") and line.endswith(" in <module>") for line in errors.splitlines())
+
+
 REUSED = """
 import os, sys, time
 import pynccl
