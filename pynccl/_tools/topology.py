@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from html import escape
 from itertools import combinations, takewhile
-from xml.sax.saxutils import escape
 
 from pynccl._library import cuda
 from pynccl._tools.machine import PCI, Machine
