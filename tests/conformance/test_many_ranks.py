@@ -11,8 +11,6 @@ from .ranks import Pool
 
 QUICK = {
     (7, "direct", "chosen"),
-    (7, "direct", "pairs"),
-    (7, "scattered", "chosen"),
     (7, "scattered", "hosts"),
 }
 SLOW = {(7, *place) for place in PLACES} | {(17, "scattered", force) for force in ("chosen", "hosts", "flat")}

@@ -14,7 +14,7 @@ from .cases import NRANKS, TRANSPORTS, all_cases, pairwise_cases, small_cases
 from .checks import check
 from .ranks import Pool
 
-QUICK = {*((nranks, transport) for nranks in (2, 3, 4) for transport in TRANSPORTS), (8, "direct")}
+QUICK = {*((nranks, transport) for nranks in (2, 3) for transport in TRANSPORTS), (4, "direct"), (4, "tcp")}
 GROUPS = [
     pytest.param(*group, marks=[] if group in QUICK else pytest.mark.slow)
     for group in ((nranks, transport) for transport in TRANSPORTS for nranks in NRANKS)

@@ -92,6 +92,7 @@ def test_two_machines(start: Start, hosts: Hosts, tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_the_exit_code_is_that_of_the_first_to_fail(start: Start) -> None:
     job = start("127.0.0.1\nuser@localhost slots=1\n", "fails")
     out, errors = job.communicate(timeout=50)
@@ -100,6 +101,7 @@ def test_the_exit_code_is_that_of_the_first_to_fail(start: Start) -> None:
     until_gone([int(words[0]) for words in said(out)])
 
 
+@pytest.mark.slow
 def test_restarts(start: Start) -> None:
     job = start("127.0.0.1\nuser@localhost slots=1\n", "once", options=("--restarts", "1"))
     out, errors = job.communicate(timeout=50)
@@ -107,7 +109,10 @@ def test_restarts(start: Start) -> None:
     assert [words[2] for words in said(out)] == ["0", "0", "1", "1", "2", "2"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGTERM, *(pytest.param(n, marks=pytest.mark.slow) for n in (signal.SIGINT, signal.SIGKILL))],
+)
 def test_a_signal_ends_all_machines(number: signal.Signals, start: Start) -> None:
     job = start("127.0.0.1 slots=1\nuser@localhost slots=1\n", "waits")
     assert job.stdout is not None

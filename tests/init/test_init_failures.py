@@ -531,7 +531,7 @@ def child(rank: int, nranks: int, port: int) -> None:
             assert comm.all_reduce(np.ones(1))[0] == nranks
 
 
-@pytest.mark.parametrize("how", ["spawn", "forkserver", "fork"])
+@pytest.mark.parametrize("how", ["spawn", pytest.param("forkserver", marks=pytest.mark.slow), "fork"])
 @pytest.mark.parametrize("used_before", [False, pytest.param(True, marks=pytest.mark.slow)])
 @on_ranks(1)
 def test_start_methods(rank: int, nranks: int, how: str, used_before: bool, port: int) -> None:

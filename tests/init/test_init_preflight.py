@@ -86,8 +86,8 @@ def sharing(rank: int, nranks: int, names: dict[str, str]) -> str:
     ("version", "names", "good"),
     [
         ("2.30.4", {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}, True),
-        ("2.28.9", {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}, False),
-        ("2.30.4", {"NCCL_MULTI_RANK_GPU_ENABLE": "0"}, False),
+        pytest.param("2.28.9", {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}, False, marks=pytest.mark.slow),
+        pytest.param("2.30.4", {"NCCL_MULTI_RANK_GPU_ENABLE": "0"}, False, marks=pytest.mark.slow),
         ("2.28.9", {"NCCL_HOSTID": "machine {rank}"}, True),
         ("2.28.9", {"NCCL_HOSTID": "one machine"}, False),
     ],

@@ -950,7 +950,7 @@ comm.destroy()
     ("ending", "how"),
     [
         ("os.kill(os.getpid(), 9)", "was killed by SIGKILL"),
-        ("raise ValueError('broken')", "exited with code 1"),
+        pytest.param("raise ValueError('broken')", "exited with code 1", marks=pytest.mark.slow),
     ],
 )
 def test_restarts_until_it_succeeds(script: Script, ending: str, how: str) -> None:
@@ -1126,6 +1126,7 @@ def test_no_status_line_without_a_terminal(script: Script) -> None:
     assert (done.stdout, done.stderr) == ("[0] 1\n", "")
 
 
+@pytest.mark.slow
 def test_programs_one_after_another(tmp_path: Path) -> None:
     """The launcher's store outlives the first program of a rank, and the second begins to count again."""
     program = """

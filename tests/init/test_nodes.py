@@ -114,7 +114,7 @@ def test_a_failure_ends_the_ranks_of_all_machines(start: Start) -> None:
     until_gone(running)
 
 
-@pytest.mark.parametrize("node", [0, 1])
+@pytest.mark.parametrize("node", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_the_end_of_a_launcher_ends_the_others(start: Start, node: int) -> None:
     store = here()
     launchers = [start(number, store, "9", "") for number in range(2)]
@@ -158,6 +158,7 @@ def test_a_machine_that_does_not_come(start: Start) -> None:
     assert "no pynccl run with --node-rank 1 has come to 127.0.0.1" in said
 
 
+@pytest.mark.slow
 def test_one_number_for_two_machines(start: Start) -> None:
     store = here()
     first, second, third = start(0, store), start(1, store), start(1, store)
@@ -179,6 +180,7 @@ def test_different_numbers_of_machines(start: Start) -> None:
     assert "expected it equal" in said[1] or "node 0 has ended while the nodes met" in said[1]
 
 
+@pytest.mark.slow
 def test_keep_going_on_two_machines(start: Start) -> None:
     store, options = here(), ("-n", "2", "--keep-going")
     ending = "os.kill(os.getpid(), 9)"
@@ -197,7 +199,7 @@ def test_keep_going_on_two_machines(start: Start) -> None:
 # ---- restarts ----
 
 
-@pytest.mark.parametrize("others", [("3", FAILS_ONCE), ()])
+@pytest.mark.parametrize("others", [("3", FAILS_ONCE), pytest.param((), marks=pytest.mark.slow)])
 def test_restarts(others: tuple[str, ...], start: Start) -> None:
     """All machines start again, also if the ranks of one had ended well."""
     store, options = here(), ("-n", "2", "--restarts", "2")
@@ -213,6 +215,7 @@ def test_restarts(others: tuple[str, ...], start: Start) -> None:
         assert errors.count("pynccl run: restart ") == 1 and "pynccl run: restart 1 of 2\n" in errors
 
 
+@pytest.mark.slow
 def test_too_few_restarts(start: Start) -> None:
     store = here()
     failing = "3", "sys.exit(7)"
@@ -224,6 +227,7 @@ def test_too_few_restarts(start: Start) -> None:
     assert launchers[1].returncode == 7
 
 
+@pytest.mark.slow
 def test_a_signal_restarts_nothing(start: Start) -> None:
     store = here()
     launchers = [start(node, store, "9", "", options=("-n", "2", "--restarts", "3")) for node in range(2)]
@@ -236,6 +240,7 @@ def test_a_signal_restarts_nothing(start: Start) -> None:
     until_gone(running)
 
 
+@pytest.mark.slow
 def test_a_new_launcher_takes_part_in_the_restart(start: Start) -> None:
     store, options = here(), ("-n", "2", "--restarts", "2")
     first, second = (start(node, store, "9", "", options=options) for node in range(2))

@@ -286,7 +286,8 @@ def use_all_pairs(rank: int, nranks: int) -> float:
     return touched
 
 
-@pytest.mark.parametrize("direct", ["0", pytest.param("1", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("direct", ["0", "1"])
 def test_shared_memory_of_128_ranks(direct: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYNCCL_CPU_DIRECT", direct)
     touched = testing.run(128, use_all_pairs, backend="cpu", threads=128, timeout=120)

@@ -14,7 +14,7 @@ LATER = ROOT / "tests" / "helpers" / "mpi_later_program.py"
 
 
 @pytest.mark.timeout(150)
-@pytest.mark.parametrize("nranks", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("nranks", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4))])
 def test_every_method_against_mpi4py(nranks: int) -> None:
     out = mpirun(nranks, str(PROGRAM), timeout=140)
     assert sorted(re.findall(r"fine (\d)", out)) == [str(rank) for rank in range(nranks)]

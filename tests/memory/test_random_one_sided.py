@@ -207,7 +207,7 @@ def drawn(nranks: int, count: int) -> list[Program]:
 
 
 @pytest.mark.parametrize("transport", ["direct", "shm", "tcp", "mixed"])
-@pytest.mark.parametrize("nranks", [1, 2, 3, 5])
+@pytest.mark.parametrize("nranks", [2, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 5))])
 def test_random_programs(nranks: int, transport: str) -> None:
     run(nranks, play_all, transport, drawn(nranks, 15), backend="cpu")
 

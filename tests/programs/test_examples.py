@@ -65,7 +65,7 @@ def test_halo_exchange(nranks: int) -> None:
         assert f"[{rank}] rank {rank} of {nranks}: the three grids are equal\n" in done.stdout
 
 
-@pytest.mark.parametrize("nranks", [1, 3])
+@pytest.mark.parametrize("nranks", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_ring_all_reduce(nranks: int, tmp_path: Path) -> None:
     plot = tmp_path / "ring.png"
     done = launch(nranks, "ring_all_reduce.py", "--count", "10007", "--repeats", "2", "--plot", str(plot))
@@ -86,7 +86,7 @@ def test_key_value_cache() -> None:
     assert "one rank; expected a prefill rank and at least one decode rank" in done.stderr
 
 
-@pytest.mark.parametrize("nranks", [1, 4])
+@pytest.mark.parametrize("nranks", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_data_parallel(nranks: int) -> None:
     done = launch(nranks, "data_parallel.py", "--check")
     assert done.returncode == 0, done.stderr

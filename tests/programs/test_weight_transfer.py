@@ -87,7 +87,9 @@ def test_the_weights_arrive(scheme: str, more: list[str], start: Start, tmp_path
     )
 
 
-@pytest.mark.parametrize(("victim", "scheme"), [("trainer", "tcp"), ("inference", "file")])
+@pytest.mark.parametrize(
+    ("victim", "scheme"), [("trainer", "tcp"), pytest.param("inference", "file", marks=pytest.mark.slow)]
+)
 def test_either_side_restarts_alone(victim: str, scheme: str, start: Start, tmp_path: Path) -> None:
     """Small buckets and no pause: the victim dies in the middle of a transfer, nearly always."""
     options = ["--meet", place(scheme, tmp_path), "--width", "256", "--steps", "60", "--pause", "0"]

@@ -56,7 +56,7 @@ def take_part(address: str, index: int, count: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-@pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])
+@pytest.mark.parametrize("method", ["spawn", pytest.param("forkserver", marks=pytest.mark.slow), "fork"])
 def test_start_methods(method: str) -> None:
     context: Any = multiprocessing.get_context(method)
     with StoreServer(secret=SECRET) as server, Store(server.address, SECRET, timeout=40) as store:

@@ -162,6 +162,7 @@ except _build.BuildError as error:
 """
 
 
+@pytest.mark.slow
 @as_root
 def test_not_in_the_working_directory_where_there_is_no_home(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)

@@ -346,6 +346,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_first_messages_without_the_store_say_so_at_once(run_program: Run) -> None:
     done = run_program(MESSAGES_WITHOUT_THE_STORE, 3)
     assert (done.returncode, done.stderr) == (0, "")
@@ -380,6 +381,7 @@ time.sleep(1)
 '''
 
 
+@pytest.mark.slow
 def test_the_end_of_a_group_waits_for_no_answer_of_the_store(run_program: Run) -> None:
     done = run_program(ENDS_WITHOUT_AN_ANSWER, 2, str(free_port()))
     assert (done.returncode, done.stderr) == (0, "")

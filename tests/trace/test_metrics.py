@@ -139,6 +139,7 @@ print([event.name for event in profiled.events() if "pynccl" in event.name])
 """
 
 
+@pytest.mark.slow
 def test_ranges_of_torch(run_python: Run) -> None:
     done = run_python(PROFILED, PYNCCL_LIBRARY="cpu", PYNCCL_TORCH_PROFILER="1")
     assert done.stdout == "['pynccl:all_reduce', 'pynccl:barrier']\n"

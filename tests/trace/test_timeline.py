@@ -243,6 +243,7 @@ def test_the_page_lets_nothing_else_run_or_load(
     assert (refused, title) == (directive, "pynccl trace")
 
 
+@pytest.mark.slow
 def test_damaged_dumps_draw_without_errors(
     tmp_path: Path, chromium: Browser, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -66,7 +66,9 @@ def dies(rank: int, nranks: int, victims: list[int]) -> tuple[list[int], float, 
         return error.ranks, took, "", who(comm, rank)
 
 
-@pytest.mark.parametrize("env", [SPARSE, SPARSE | SECRET], ids=["plain", "secret"])
+@pytest.mark.parametrize(
+    "env", [SPARSE, pytest.param(SPARSE | SECRET, marks=pytest.mark.slow)], ids=["plain", "secret"]
+)
 @pytest.mark.parametrize(
     ("nranks", "victims"), [(8, [0]), (8, [5]), (9, [0, 3]), (9, [2, 5, 7]), (6, [1, 2, 4])]
 )
@@ -506,6 +508,7 @@ def exchange(comm: Communicator, other: int) -> None:
     assert y[0] == other
 
 
+@pytest.mark.slow
 def test_check_mode_while_ranks_leave() -> None:
     run(12, leave_in_any_order, 30, backend="cpu", env=CHECK, timeout=60)
 
