@@ -428,8 +428,15 @@ class Core:
             self.hinted = _hint(self._who_is_late(what, self._in_turn()))
 
     def _who_is_late(self, what: str, expected: str) -> str:
+        late = self._awaited()
+        return f"{self!r} has waited {LONG:g} s in {what} for {late}{expected}" if late else ""
+
+    def _awaited(self) -> str:
+        """Return the ranks for which calls of this rank wait; "" if the library does not tell."""
+        if not self.waits:
+            return ""
         late = [rank for rank in range(self.size) if capi.pyncclCpuIsAwaited(self.live(), rank)]
-        return f"{self!r} has waited {LONG:g} s in {what} for {rank_list(late)}{expected}" if late else ""
+        return rank_list(late) if late else ""
 
     def _wait_for_all(self, timeout: float | None) -> None:
         """Wait for every stream in use; then raise the error of one that was destroyed."""
@@ -595,7 +602,9 @@ class Core:
 
         `fatal`: at the communicator's own time-out.
         """
-        end = f"{self._signals()}{self._in_turn()}"
+        # With a channel, the watchdog tells which ranks are late.
+        late = "" if self.watch.connected else self._awaited()
+        end = f"{self._signals()}{f'; it waits for {late}' if late else ''}{self._in_turn()}"
         text = f"{what} did not complete{where} within {seconds:g} s ({self!r}){end}"
         if fatal:
             self.watch.hear()

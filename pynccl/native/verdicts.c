@@ -390,8 +390,9 @@ void pynccl_explain(const pynccl_watch* w, const char* what, int heard, pynccl_v
   int connected = 0;
   for (int r = 0; r < w->size; ++r) connected += pynccl_takes_part(w, r) || w->peers[r].departure;
   if (v->count || !connected) return;
-  // The counts that follow do not show for which ranks such a call waits.
-  if (pynccl_add_ranks_behind(w, v) && v->count) pynccl_say_awaited(v);
+  // The counts that follow do not show for which ranks such a call waits. Counts that may be old prove less.
+  const int uncounted = pynccl_add_ranks_behind(w, v);
+  if ((uncounted || !heard) && v->count) pynccl_say_awaited(v);
   int hidden = 0;
   for (int r = 0; r < w->size; ++r) hidden |= w->peers[r].hidden;
   if (heard || pynccl_all_respond(w))

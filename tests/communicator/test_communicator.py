@@ -155,6 +155,22 @@ def test_explicit_streams_return_at_once(rank: int, nranks: int) -> None:
         assert (data == 3).all()
 
 
+@on_ranks(3)
+def test_a_wait_without_a_channel_names_late_ranks(rank: int, nranks: int) -> None:
+    with pynccl.init() as comm, pynccl.Stream() as stream:
+        comm.barrier()
+        if rank == 1:
+            hear("time out")
+        data = np.ones(4)
+        comm.all_reduce(data, stream=stream)
+        if rank == 0:
+            with pytest.raises(NcclTimeoutError, match=r"within 0.5 s .*; it waits for rank 1$"):
+                comm.synchronize(stream, timeout=0.5)
+            tell("time out")
+        comm.synchronize(stream)
+        assert (data == 3).all()
+
+
 @on_ranks(2)
 def test_arrays_are_kept_until_the_stream_is_done(rank: int, nranks: int) -> None:
     import weakref

@@ -1059,11 +1059,19 @@ def test_launchers(launcher: list[str]) -> None:
             "; rank 1 is not responding: ",
             marks=pytest.mark.slow,
         ),
+        # Too short to learn that a rank does not respond.
+        pytest.param(
+            signal.SIGSTOP,
+            {"-T": "1"},
+            1,
+            "; it waits for rank 1; ",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             signal.SIGSTOP,
             {"LONGEST_WAIT": "3"},
             1,
-            " did not complete ",
+            "; it waits for rank 1",
             marks=pytest.mark.slow,
         ),
     ],
@@ -1076,6 +1084,7 @@ def test_a_rank_that_dies_or_hangs_ends_the_run(
         "import os\n"
         "from pynccl._tools.bench import settings\n"
         "settings.LONGEST_WAIT = int(os.environ.get('LONGEST_WAIT', settings.LONGEST_WAIT))\n"
+        "settings.LONG_WAIT = 1\n"
     )
     flags = [word for name, value in variables.items() if name.startswith("-") for word in (name, value)]
     args = ["-n", "3", "all_reduce", "-b", "4K", "-e", "4K", "-N", "0", *flags]
@@ -1094,6 +1103,31 @@ def test_a_rank_that_dies_or_hangs_ends_the_run(
     assert time.monotonic() - start < 30
     assert process.returncode == code
     assert words in errors
+
+
+def test_a_long_wait_is_told_and_goes_on(tmp_path: Path) -> None:
+    """Without -T; this makes the 30 seconds 1."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "from pynccl._tools.bench import settings\nsettings.LONG_WAIT = 1\n"
+    )
+    command = [sys.executable, "-m", "pynccl", "bench", "-n", "3", "all_reduce", "-b", "4K", "-e", "4K"]
+    env = environment(PYTHONPATH=str(tmp_path))
+    with piped([*command, "-N", "0"], env=env) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert any(LINE.fullmatch(line.rstrip("\n")) for line in process.stdout)
+        pid = victim(process.pid)
+        os.kill(pid, signal.SIGSTOP)
+        told = next(line for line in process.stderr if "did not complete" in line)
+        assert re.search(
+            r"pynccl bench: (synchronize|barrier) did not complete .*within 1 s .*; it waits for rank 1; "
+            "the wait goes on for up to 3600 s, or the seconds of -T",
+            told,
+        )
+        os.kill(pid, signal.SIGCONT)
+        for _ in range(3):
+            assert any(LINE.fullmatch(line.rstrip("\n")) for line in process.stdout)
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=40)
 
 
 def victim(launcher: int) -> int:

@@ -236,7 +236,7 @@ class Bench:
 
     def _complete(self) -> None:
         for seat in self.seats:
-            seat.comm.synchronize(seat.stream, timeout=self.settings.longest_wait)
+            self.world.complete(seat.comm, seat.stream)
 
     # --- data ---
 

@@ -172,12 +172,11 @@ class Pairs:
         return self._waited(prepare.recv(data, peer, stream=stream))
 
     def _waited(self, call: Callable[[], Any]) -> Callable[[], None]:
-        comm, stream = self._seat.comm, self._seat.stream
-        limit = self._settings.longest_wait
+        comm, stream, complete = self._seat.comm, self._seat.stream, self._world.complete
 
         def waited() -> None:
             call()
-            comm.synchronize(stream, timeout=limit)
+            complete(comm, stream)
 
         return waited
 

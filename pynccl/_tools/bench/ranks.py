@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import socket
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +17,7 @@ import numpy as np
 import pynccl
 from pynccl._base.host import loopback, machine
 from pynccl._base.values import check_int
+from pynccl._errors import NcclTimeoutError
 from pynccl._library import cuda, loader
 from pynccl._memory.allocation import Allocation
 from pynccl._tools.bench.settings import Settings
@@ -148,7 +150,27 @@ class World:
         self.exchange(thread, None, self._meet)
 
     def _meet(self) -> None:
-        self.control.barrier(timeout=self.settings.longest_wait)
+        try:
+            self.control.barrier(timeout=self.settings.long_wait)
+        except NcclTimeoutError as error:
+            self._go_on(error, self.control, None)
+
+    def complete(self, comm: pynccl.Communicator, stream: Any) -> None:
+        """Wait for a stream."""
+        try:
+            comm.synchronize(stream, timeout=self.settings.long_wait)
+        except NcclTimeoutError as error:
+            self._go_on(error, comm, stream)
+
+    def _go_on(self, error: NcclTimeoutError, comm: pynccl.Communicator, stream: Any) -> None:
+        """Without -T, say what a long wait is for, and go on with it."""
+        # The communicator's own time-out is final.
+        if self.settings.timeout or comm.async_error() is not None:
+            raise error
+        limit = self.settings.longest_wait
+        note = f"pynccl bench: {error}; the wait goes on for up to {limit:g} s, or the seconds of -T"
+        print(note, file=sys.stderr, flush=True)
+        comm.synchronize(stream, timeout=limit)
 
     def exchange(self, thread: int, value: Any, action: Callable[[], Any] | None = None) -> Any:
         """Return what every thread of this process said, or what an action returns, once all have come."""
@@ -193,7 +215,7 @@ class World:
         )
         stream = pynccl.Stream()
         self.control.all_gather(send, recv, stream=stream)
-        self.control.synchronize(stream, timeout=self.settings.longest_wait)
+        self.complete(self.control, stream)
         stream.destroy()
         return memory.read(mine.dtype, mine.size * size, mine.nbytes)
 

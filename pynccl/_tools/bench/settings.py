@@ -9,6 +9,8 @@ from pynccl.bootstrap._init import DEFAULT_TIMEOUT
 
 # Seconds after which a wait ends the run without -T: a rank that hangs must not hold it without an end.
 LONGEST_WAIT = 3600
+# Seconds of a wait without -T after which a rank says what it waits for.
+LONG_WAIT = 30
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,11 @@ class Settings:
     # Where rank 0 shows its progress, and whether it writes its output there, too.
     terminal: str | None = None
     onto_terminal: bool = False
+
+    @property
+    def long_wait(self) -> float:
+        """The seconds of a wait after which a rank says what it waits for."""
+        return float(self.timeout or LONG_WAIT)
 
     @property
     def longest_wait(self) -> float:
