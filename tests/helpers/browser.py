@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 SECONDS = 30.0
+_SIZE = 1200, 700
 # Chromium reads commands from descriptor 3 and writes answers to 4.
 _LAUNCHER = """
 import fcntl, os, sys
@@ -54,8 +55,20 @@ class Browser:
         self._session = self.send("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Runtime", "Log", "Page", "Network"):
             self.send(f"{domain}.enable")
-        size = {"width": 1200, "height": 700, "deviceScaleFactor": 1, "mobile": False}
+        self._resize(*_SIZE)
+
+    def _resize(self, width: int, height: int) -> None:
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         self.send("Emulation.setDeviceMetricsOverride", **size)
+
+    @contextmanager
+    def sized(self, width: int, height: int) -> Iterator[None]:
+        """Give the window another size."""
+        self._resize(width, height)
+        try:
+            yield
+        finally:
+            self._resize(*_SIZE)
 
     def send(self, method: str, **params: Any) -> dict[str, Any]:
         """Send a command and return its result."""

@@ -125,8 +125,9 @@ def test_a_hang(run_python: Run, tmp_path: Path, chromium: Browser) -> None:
     for _ in range(18):
         chromium.mouse("mouseWheel", left + width / 2, top + height / 2, deltaX=0, deltaY=120)
     seen: list[str] = []
-    # How many it takes depends on how long the calls took.
+    # How many it takes depends on how long the calls took; the view becomes a little wider each time.
     for _ in range(100):
+        chromium.mouse("mouseWheel", left + width / 2, top + height / 2, deltaX=0, deltaY=30)
         chromium.mouse("mousePressed", left + width / 4, top + height / 2, button="left", clickCount=1)
         for share in (0.5, 0.9):
             chromium.mouse("mouseMoved", left + width * share, top + height / 2, button="left", buttons=1)
@@ -137,6 +138,23 @@ def test_a_hang(run_python: Run, tmp_path: Path, chromium: Browser) -> None:
             break
     assert "rank 1: init, completed" in seen
     assert chromium.errors == []
+
+
+def test_a_narrow_window_shows_all_details(run_python: Run, tmp_path: Path, chromium: Browser) -> None:
+    env = {"PYNCCL_TRACE_DIR": str(tmp_path), "PYNCCL_TRACE_STACKS": "1"}
+    run(3, programs.missing, backend="cpu", check=False, timeout=30, env=env)
+    with chromium.sized(400, 700):
+        chromium.open(made(run_python, tmp_path)[0])
+        shown, whole, below = chromium.run(
+            "(() => { const box = document.querySelector('#details');"
+            "const last = box.querySelector('dl div:last-child');"
+            "return [box.clientHeight, box.scrollHeight,"
+            " last.getBoundingClientRect().bottom - box.getBoundingClientRect().bottom]; })()"
+        )
+        assert chromium.text("#details h2") == "rank 0: all_reduce #4, in flight"
+        assert shown == whole and below <= 0
+        # Nothing is wider than the window.
+        assert chromium.run("document.documentElement.scrollWidth") == 400
 
 
 def test_a_failed_call_is_easy_to_point_at(run_python: Run, tmp_path: Path, chromium: Browser) -> None:
