@@ -347,6 +347,25 @@ def test_no_interface_of_this_name() -> None:
     assert "'nope0' matches no interface that is up; there are: " in only(found, "interface", "error")["text"]
 
 
+@needs_root
+def test_no_interface_of_this_family() -> None:
+    prefix = ["unshare", "--net", "sh", "-ec", 'ip link set lo up; ip -6 addr flush lo; exec "$@"', "sh"]
+    found = doctor("--only", "network", prefix=prefix, NCCL_SOCKET_FAMILY="AF_INET6")
+    said = only(found, "interface", "error")
+    assert said["text"] == (
+        "NCCL_SOCKET_FAMILY='AF_INET6' matches no interface that is up; there are: lo 127.0.0.1"
+    )
+    assert said["fix"] == "unset NCCL_SOCKET_FAMILY"
+
+
+@needs_root
+def test_no_interface_that_is_up() -> None:
+    found = doctor("--only", "network", prefix=["unshare", "--net"])
+    said = only(found, "interface", "error")
+    assert said["text"] == "no interface is up"
+    assert said["fix"] == "ip link set lo up"
+
+
 # What stands before the command, in a network namespace of its own; the shell's "$@" is the command.
 ALONE = 'ip link set lo up; {} exec "$@"'
 

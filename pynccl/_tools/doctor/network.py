@@ -114,19 +114,28 @@ def _kind(one: Interface, on_cpu: bool) -> int:
     return next((i for i, prefix in enumerate(prefixes, 2) if one.name.startswith(prefix)), 1)
 
 
+def _none_left(machine: Machine, everything: list[Interface], listed: str) -> tuple[str, str]:
+    """Return why no interface is left, and what to do."""
+    if not everything:
+        return "no interface is up", "ip link set lo up"
+    names = ("NCCL_SOCKET_IFNAME", "NCCL_SOCKET_FAMILY")
+    given = [f"{name}={value!r}" for name in names if (value := machine.environ.get(name))]
+    spec = machine.environ.get("NCCL_SOCKET_IFNAME", "")
+    usable = next((one.name for one in everything if not one.loopback), "lo")
+    fix = _FIX_NAME.format(usable)
+    if any(_accepts(spec, one.name) for one in everything):
+        fix = "unset NCCL_SOCKET_FAMILY"
+    return f"{' with '.join(given)} matches no interface that is up; there are: {listed}", fix
+
+
 def check_interfaces(machine: Machine) -> Iterator[Finding]:
     """Choose the interface as the library does."""
     spec = machine.environ.get("NCCL_SOCKET_IFNAME", "")
     everything, left = interfaces(), candidates(machine)
     listed = ", ".join(f"{one.name} {one.address}" for one in everything) or "none"
     if not left:
-        usable = next((one.name for one in everything if not one.loopback), "lo")
-        yield error(
-            "interface",
-            f"NCCL_SOCKET_IFNAME={spec!r} matches no interface that is up; there are: {listed}",
-            "Creating a communicator fails: no socket interface found.",
-            _FIX_NAME.format(usable) if everything else "ip link set lo up",
-        )
+        text, fix = _none_left(machine, everything, listed)
+        yield error("interface", text, "Creating a communicator fails: no socket interface found.", fix)
         return
     chosen = left[0]
     text = f"{chosen.name} {chosen.address} would be chosen of: {listed}"
