@@ -289,7 +289,7 @@ class Ranks:
 class Pool:
     """Keeps some groups alive for the next test with the same needs."""
 
-    PROCESSES = 28
+    PROCESSES = 48
 
     def __init__(self) -> None:
         self._groups: dict[tuple[int, str, tuple[tuple[str, str], ...]], Ranks] = {}
