@@ -557,11 +557,13 @@ def test_variables() -> None:
 
 
 @pytest.mark.parametrize("value", ["abc", "-1", "nan", "0"])
-def test_a_time_out_that_is_none(value: str) -> None:
-    found = doctor("--only", "environment", PYNCCL_TIMEOUT=value)
-    text = only(found, "PYNCCL_TIMEOUT", "error")["text"]
-    assert text == f"PYNCCL_TIMEOUT is '{value}'; expected a positive number of seconds"
-    assert not those(doctor("--only", "environment", PYNCCL_TIMEOUT="2.5"), "PYNCCL_TIMEOUT")
+def test_a_time_out_that_is_none(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYNCCL_TIMEOUT", value)
+    found = said(variables_of.check_values, PYNCCL_TIMEOUT=value)
+    assert (found.name, found.level) == ("PYNCCL_TIMEOUT", "error")
+    assert found.text == f"PYNCCL_TIMEOUT is '{value}'; expected a positive number of seconds"
+    monkeypatch.setenv("PYNCCL_TIMEOUT", "2.5")
+    assert not found_by(variables_of.check_values, PYNCCL_TIMEOUT="2.5")
 
 
 def test_a_check_mode_that_is_none() -> None:
@@ -572,10 +574,10 @@ def test_a_check_mode_that_is_none() -> None:
 
 @pytest.mark.parametrize("value", ["xx", "::1:5", "localhost:0"])
 def test_an_address_of_ras_that_is_none(value: str) -> None:
-    found = doctor("--only", "environment", NCCL_RAS_ADDR=value)
-    text = only(found, "NCCL_RAS_ADDR", "warning")["text"]
-    assert text == f"NCCL_RAS_ADDR is '{value}'; expected HOST:PORT or [IPV6]:PORT"
-    assert not those(doctor("--only", "environment", NCCL_RAS_ADDR="[::1]:5"), "NCCL_RAS_ADDR")
+    found = said(variables_of.check_ras_address, NCCL_RAS_ADDR=value)
+    assert (found.name, found.level) == ("NCCL_RAS_ADDR", "warning")
+    assert found.text == f"NCCL_RAS_ADDR is '{value}'; expected HOST:PORT or [IPV6]:PORT"
+    assert not found_by(variables_of.check_ras_address, NCCL_RAS_ADDR="[::1]:5")
 
 
 def test_a_variable_that_only_the_library_knows(compile_library: Callable[..., str]) -> None:
@@ -684,7 +686,7 @@ def test_an_all_reduce_that_hangs() -> None:
     ("variable", "text"),
     [
         ("PYNCCL_TIMEOUT=x", "PYNCCL_TIMEOUT is 'x'; expected a positive number of seconds"),
-        ("PYNCCL_CHECK=x", "PYNCCL_CHECK is 'x'; expected 0 or 1"),
+        pytest.param("PYNCCL_CHECK=x", "PYNCCL_CHECK is 'x'; expected 0 or 1", marks=pytest.mark.slow),
         ("PYNCCL_LIBRARY=/etc/passwd", "PYNCCL_LIBRARY names /etc/passwd, a library that cannot be used: "),
     ],
 )
@@ -773,7 +775,7 @@ def test_a_job_of_a_launcher(launcher: str) -> None:
     assert re.search(r"^ok       all_reduce +1 MiB on 2 ranks: direct reads \d+ us, ", done.stdout, re.M)
 
 
-@pytest.mark.parametrize("call", [2, 3])
+@pytest.mark.parametrize("call", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_a_rank_that_dies(call: int) -> None:
     """Rank 0 reports it before the launcher kills it."""
     env = environment(PYNCCL_CPU_FAULT=f"rank=1,call={call},action=die")
