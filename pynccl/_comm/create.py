@@ -82,7 +82,8 @@ def take(
     """Set up `core` with the library's communicator; abort the communicator if that fails.
 
     If it is `derived`, its parent knows which ranks have died. To this communicator, a rank that
-    aborts it after the death of another rank looks dead.
+    aborts it after the death of another rank looks dead. An NcclTimeoutError has the parent's numbers of the
+    ranks.
     """
     core.handle, core.owned = handle, owned
     lifetime.living.add(core)
@@ -90,12 +91,21 @@ def take(
         _set_up(core, handle, owned, with_channel, look)
     except BaseException as error:
         death = None if derived else _death(core, error)
+        if derived and isinstance(error, NcclTimeoutError):
+            error.ranks = _in_parent(handle, error.ranks)
         # Other ranks may have succeeded, and wait for this rank: the abort tells them.
         abort(core)
         if death is None:
             raise
         raise death from error
     core.until = None
+
+
+def _in_parent(handle: int, ranks: list[int]) -> list[int]:
+    """Return the numbers of these ranks in the parent; only the CPU library tells them."""
+    if not lib.cpu_api_find(b"pyncclCpuParentRank"):
+        return []
+    return sorted(capi.pyncclCpuParentRank(handle, rank) for rank in ranks)
 
 
 def _set_up(core: Core, handle: int, owned: bool, with_channel: bool, look: Look | None) -> None:

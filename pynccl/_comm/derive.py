@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from pynccl import capi
+from pynccl._base.timeouts import rounded
 from pynccl._base.values import is_int, shown
 from pynccl._comm.core import Core
 from pynccl._comm.create import take
@@ -73,7 +74,7 @@ def derive(
         handle = core.change(on_its_device, how.function, abort_if_made)
         if not joins:
             return None
-        _take(core, child, handle)
+        _take(core, child, handle, how.function)
     adopt(core, child)
     return child
 
@@ -84,20 +85,23 @@ def abort_child(child: Core | None) -> None:
         abort(child)
 
 
-def _take(core: Core, child: Core, handle: int) -> None:
+def _take(core: Core, child: Core, handle: int, what: str) -> None:
     """Set up the derived communicator; report failed ranks by the parent's watchdog."""
     try:
         take(child, handle, look=core.watch.raise_verdict, derived=True)
     except NcclTimeoutError as error:
         core.watch.hear()
-        raise core.watch.expire(str(error)) or error from None
+        text = f"{what} took longer than {rounded(core.timeout)} s on rank {core.rank}"
+        raise core.watch.expire(text, error.ranks) or error from None
     except NcclError as error:
         # A rank that has raised its error of an agreed failure may abort, which explains nothing here.
         if error.agreed:
             raise
         found = core.watch.cause(error)
         if found is error:
-            found = core.watch.who_left(str(error)) or _failure_of_parent(core, error)
+            # Another rank may have timed out, and still find out who is late.
+            core.watch.hear()
+            found = core.watch.verdict() or core.watch.who_left(str(error)) or _failure_of_parent(core, error)
         raise found from error.__cause__
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -52,6 +53,8 @@ _BY_REPORT = (ncclInvalidUsage, ncclTimeout)
 # Seconds after an error within which another rank's abort may have caused it.
 _OWN_ABORT = DEATH_MS / 2000
 _CLAIM_MS = 5000
+# The beginning of a text of the library that already names its first author.
+_REPORTED = re.compile(r"rank \d+ reports: ")
 
 Look = Callable[[], object]
 Handle = Callable[[], int]
@@ -176,6 +179,7 @@ class Watch:
         except NcclTimeoutError as error:
             raise NcclTimeoutError(
                 f"{error}. Set time-outs and check mode on all ranks of a communicator, or on none",
+                ranks=error.ranks,
                 rank=self.rank,
                 size=self.size,
             ) from None
@@ -252,9 +256,12 @@ class Watch:
         """At a time-out, hear whether the other ranks respond."""
         lib.pynccl_watch_hear(self.c)
 
-    def expire(self, what: str) -> NcclError | None:
-        """Make the reason of a time-out the verdict, and return it; `hear` comes before."""
-        return self._reason(what, True)
+    def expire(self, what: str, awaited: Sequence[int] = ()) -> NcclError | None:
+        """Make the reason of a time-out the verdict, and return it; `hear` comes before.
+
+        `awaited` has the ranks that are late, if the caller knows them.
+        """
+        return self._reason(what, True, awaited)
 
     def explain(self, what: str) -> NcclError | None:
         """Return the verdict, or the error of a wait that was too short, with what the ranks do."""
@@ -264,16 +271,19 @@ class Watch:
             error = NcclTimeoutError(str(error), ranks=error.ranks, rank=self.rank, size=self.size)
         return error
 
-    def _reason(self, what: str, publish: bool) -> NcclError | None:
+    def _reason(self, what: str, publish: bool, awaited: Sequence[int] = ()) -> NcclError | None:
         found = ffi.new("pynccl_verdict*")
-        if not lib.pynccl_watch_expire(self.c, what.encode()[:500], publish, found):
+        text = what.encode()[:500]
+        if not lib.pynccl_watch_expire(self.c, text, awaited, len(awaited), publish, found):
             return None
         return self._exception(found)
 
     def _exception(self, found: Any) -> NcclError:
         text = ffi.string(found.text).decode(errors="replace")
         if found.reporter:
-            text = f"rank {found.reporter - 1} reports: {text[found.place :]}"
+            text = text[found.place :]
+            if not _REPORTED.match(text):
+                text = f"rank {found.reporter - 1} reports: {text}"
         elif found.trouble == lib.PYNCCL_LIBRARY_FAILED:
             text = f"the library reports: {text}"
         place: dict[str, Any] = {"rank": self.rank, "size": self.size}
@@ -350,8 +360,14 @@ class Watch:
             capi.ncclAllGather(mine, pointer, size, int(DataType.UINT8), live(), stream)
         wait = streams.wait_cpu if self.c.waits else streams.wait_cuda
         if not (streams.wait_ready(live, deadline) and wait(live, stream, deadline)):
+            late = [
+                rank for rank in range(self.size) if self.c.waits and capi.pyncclCpuIsAwaited(live(), rank)
+            ]
+            who = rank_list(late) if late else "the other ranks"
             raise NcclTimeoutError(
-                f"rank {self.rank} of {self.size} timed out while the other ranks opened the control channel"
+                f"rank {self.rank} of {self.size} timed out while it waited for {who} to open the control "
+                "channel",
+                ranks=late,
             )
 
 

@@ -63,6 +63,8 @@ ncclResult_t pyncclCpuIsGone(ncclComm_t comm, int rank, int* gone); // since 2.3
 // Whether a call of the communicator has waited for a call of that rank for more than 0.15 seconds, or if a call
 // such as ncclCommSplit waits for that rank.
 ncclResult_t pyncclCpuIsAwaited(ncclComm_t comm, int rank, int* awaited); // since 2.32.3
+// The number in the parent of a rank of a communicator that was split or shrunk from it; -1: it has no such parent.
+ncclResult_t pyncclCpuParentRank(ncclComm_t comm, int rank, int* parentRank); // since 2.32.3
 // The algorithm of a collective ("ncclAllReduce") whose count is `size` bytes, and up to which size it is the same.
 ncclResult_t pyncclCpuGetAlgorithm(ncclComm_t comm, const char* collective, size_t size, const char** algorithm, size_t* most); // since 2.32.3
 // How many increments of a signal have come from a rank that no wait has taken yet.

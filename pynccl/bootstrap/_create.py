@@ -9,7 +9,7 @@ from typing import NoReturn
 from pynccl._comm.communicator import Communicator
 from pynccl._device.blocking import Running
 from pynccl._errors import NcclError, NcclRemoteError, NcclTimeoutError, RankFailedError
-from pynccl._watch.watchdog import BY_DEATH
+from pynccl._watch.watchdog import BY_DEATH, DEATH_MS
 from pynccl.bootstrap._exchange import Exchange
 from pynccl.bootstrap._preflight import Failure, failure_of
 from pynccl.bootstrap._store import StoreSilent
@@ -19,8 +19,8 @@ _FIRST_LOOK, _PERIOD = 0.05, 0.2
 # Seconds that the library gets, after the store was lost, to report the death of rank 0 itself.
 _GRACE = 3.0
 # Seconds after the deadline in which the creation can report the reason of its time-out itself: it may wait
-# for the watchdogs' verdict.
-_WHY = 1.0
+# for the watchdogs' verdict, longer on a busy machine.
+_WHY = 4 * DEATH_MS / 1000 + 1.0
 # Seconds to wait for the report of a death after an error that a death may have caused.
 _DEATH = 1.0
 # Seconds more if the error began on another rank, which waits for the report, too, and then reports its own.

@@ -372,7 +372,8 @@ static void pynccl_say_awaited(pynccl_verdict* v) {
   }
 }
 
-void pynccl_explain(const pynccl_watch* w, const char* what, int heard, pynccl_verdict* v) {
+void pynccl_explain(const pynccl_watch* w, const char* what, const int* awaited, int count, int heard,
+                    pynccl_verdict* v) {
   *v = (pynccl_verdict){0};
   pynccl_say(v->text, sizeof v->text, "%s", what);
   for (int r = 0; r < w->size; ++r) {
@@ -390,8 +391,9 @@ void pynccl_explain(const pynccl_watch* w, const char* what, int heard, pynccl_v
   int connected = 0;
   for (int r = 0; r < w->size; ++r) connected += pynccl_takes_part(w, r) || w->peers[r].departure;
   if (v->count || !connected) return;
+  for (int i = 0; i < count; ++i) pynccl_add_rank(v, awaited[i]);
   // The counts that follow do not show for which ranks such a call waits. Counts that may be old prove less.
-  const int uncounted = pynccl_add_ranks_behind(w, v);
+  const int uncounted = count || pynccl_add_ranks_behind(w, v);
   if ((uncounted || !heard) && v->count) pynccl_say_awaited(v);
   int hidden = 0;
   for (int r = 0; r < w->size; ++r) hidden |= w->peers[r].hidden;

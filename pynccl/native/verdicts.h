@@ -21,8 +21,10 @@ int pynccl_report_silence(pynccl_watch* w);
 // At a time-out wait, under the lock, until ranks that may be silent have been heard, and for the reports of
 // the others; tell them which ranks are silent here.
 void pynccl_hear_all(pynccl_watch* w);
-// Say why a call took too long: name silent ranks, or what every rank has called. `heard`: after
-// pynccl_hear_all; else the news of the other ranks may be older than the call.
-void pynccl_explain(const pynccl_watch* w, const char* what, int heard, pynccl_verdict* v);
+// Say why a call took too long: name silent ranks, or those for which it waits and what every rank has
+// called. `count` is 0 if the caller does not know for which. `heard`: after pynccl_hear_all; else the news
+// of the other ranks may be older than the call.
+void pynccl_explain(const pynccl_watch* w, const char* what, const int* awaited, int count, int heard,
+                    pynccl_verdict* v);
 
 #pragma GCC visibility pop

@@ -118,8 +118,10 @@ int pynccl_watch_decides(pynccl_comm* comm);
 void pynccl_watch_waits(pynccl_comm* comm, int64_t waited, int64_t limit);
 // At a time-out: wait until ranks that may be silent have been heard, or the others say that they hear them.
 void pynccl_watch_hear(pynccl_comm* comm);
-// A call took too long: say why. `publish`: make the reason the verdict, unless there is one.
-int pynccl_watch_expire(pynccl_comm* comm, const char* what, int publish, pynccl_verdict* out);
+// A call took too long: say why. The call waits for `count` ranks; 0: the caller does not know for which.
+// `publish`: make the reason the verdict, unless there is one.
+int pynccl_watch_expire(pynccl_comm* comm, const char* what, const int* awaited, int count, int publish,
+                        pynccl_verdict* out);
 // The program is about to see an error of the library. If the error has ended the communicator it becomes the
 // verdict, so that the other ranks do not take a following abort for the cause.
 void pynccl_watch_library_failed(pynccl_comm* comm);

@@ -112,7 +112,7 @@ static void pynccl_inspect(pynccl_watch* w, int64_t now) {
                (unsigned long)oldest.stream, seconds);
   pynccl_say_signals(w->comm, what, sizeof what);
   pynccl_verdict v;
-  pynccl_explain(w, what, 1, &v);
+  pynccl_explain(w, what, NULL, 0, 1, &v);
   pynccl_conclude(w, &v);
 }
 
@@ -455,14 +455,15 @@ void pynccl_watch_hear(pynccl_comm* comm) {
   pthread_mutex_unlock(&pynccl_watchdog.lock);
 }
 
-int pynccl_watch_expire(pynccl_comm* comm, const char* what, int publish, pynccl_verdict* out) {
+int pynccl_watch_expire(pynccl_comm* comm, const char* what, const int* awaited, int count, int publish,
+                        pynccl_verdict* out) {
   pynccl_watch* w = comm->watch;
   if (!w) return PYNCCL_FINE;
   pthread_mutex_lock(&pynccl_watchdog.lock);
   if (w->verdict.trouble) {
     *out = w->verdict;
   } else {
-    pynccl_explain(w, what, publish, out);
+    pynccl_explain(w, what, awaited, count, publish, out);
     if (publish && w->listed) pynccl_conclude(w, out);
   }
   pthread_mutex_unlock(&pynccl_watchdog.lock);

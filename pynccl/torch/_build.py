@@ -78,15 +78,22 @@ def _own_folder(folder: Path) -> Path:
     """Make a folder and return its real path; raise if another user can write to it."""
     try:
         missing = [each for each in (folder, *folder.parents) if not each.exists()]
+        if missing and (there := missing[-1].parent).is_dir():
+            _check_folders(there.resolve(strict=True), sticky=True)
         for each in reversed(missing):
             each.mkdir(mode=0o700, exist_ok=True)
         folder = folder.resolve(strict=True)
-        for each in (*reversed(folder.parents), folder):
-            # In a folder with the sticky bit, such as /tmp, others can add files, but not move this user's.
-            _check(each, each.lstat(), stat.S_ISDIR, sticky=each != folder)
+        _check_folders(folder, sticky=False)
     except OSError as error:
         raise _unusable(folder, error) from None
     return folder
+
+
+def _check_folders(folder: Path, *, sticky: bool) -> None:
+    """Raise if another user could change a folder or one above it; `sticky`: it may itself be like /tmp."""
+    for each in (*reversed(folder.parents), folder):
+        # In a folder with the sticky bit others can add files, but not move this user's.
+        _check(each, each.lstat(), stat.S_ISDIR, sticky=sticky or each != folder)
 
 
 def _check(path: Path, found: os.stat_result, is_kind: Callable[[int], bool], *, sticky: bool) -> None:

@@ -266,7 +266,7 @@ def test_init_all(rank: int, nranks: int) -> None:
 def test_ranks_of_init_all_that_one_thread_calls_in_turn(rank: int, nranks: int) -> None:
     x = np.ones(4)
     for call in (lambda comm: comm.all_reduce(x), lambda comm: comm.barrier(), lambda comm: comm.split(0)):
-        ranks = pynccl.init_all(2, timeout=0.2)
+        ranks = pynccl.init_all(2, timeout=1)
         text = r"; expected a call of every rank: one thread .* of init_all into pynccl\.group\(\), or "
         with pytest.raises(NcclTimeoutError, match=text):
             call(ranks[0])
@@ -290,6 +290,37 @@ def test_a_forgotten_group(rank: int, nranks: int) -> None:
     assert re.fullmatch(text + "\n", said.getvalue())
     for comm in (first, second):
         comm.destroy()
+
+
+@pytest.mark.slow
+@on_ranks(1)
+def test_a_thread_that_waits_for_its_own_call(rank: int, nranks: int) -> None:
+    ranks = pynccl.init_all(2)
+    with pytest.raises(
+        CollectiveMismatchError, match="#1 for a call that the same thread makes only after it"
+    ):
+        ranks[0].all_reduce(np.ones(4))
+    for comm in ranks:
+        comm.abort()
+
+
+def calls_once_more(rank: int, nranks: int) -> str:
+    with pynccl.init(timeout=10) as comm:
+        if rank == 0:
+            with pytest.raises(CollectiveMismatchError) as caught, pynccl.Stream() as stream:
+                comm.broadcast(np.ones(2), root=0, stream=stream)
+        else:
+            with pytest.raises(CollectiveMismatchError) as caught:
+                comm.finalize()
+        comm.abort()
+        return str(caught.value)
+
+
+def test_a_report_names_its_author_once() -> None:
+    """A rank that learns of an error from the library passes on the author's name, also to the author."""
+    for text in run(2, calls_once_more, backend="cpu", timeout=40):
+        assert "rank 0 waits in Broadcast" in text
+        assert text.count("reports: ") <= 1
 
 
 @on_ranks(4)

@@ -103,6 +103,39 @@ def test_a_rank_fails_inside_split(number: int, blocking: bool) -> None:
             assert f"rank {victim} " in text
 
 
+def is_slow_in_split(rank: int, nranks: int, victim: int, number: int) -> Outcome:
+    """The victim takes its time before one of the exchanges that open the child's control channel."""
+    comm = pynccl.init(timeout=2)
+    together(nranks)
+    exchange, calls = capi.pyncclCpuExchange, iter(range(9))
+
+    def slow(*args: Any) -> None:
+        if next(calls) == number:
+            hear("told")
+        exchange(*args)
+
+    if rank == victim:
+        setattr(capi, "pyncclCpuExchange", slow)  # noqa: B010
+    came = outcome(lambda: comm.split(rank % 2))
+    if rank == (victim + 2) % nranks:
+        tell("told")
+    together(nranks, "over")
+    comm.abort()
+    return came
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_rank_is_slow_inside_split(number: int) -> None:
+    """All that share its child name it, numbered as in the parent, and so does the rank itself."""
+    victim = 3
+    results = run(6, is_slow_in_split, victim, number, backend="cpu", timeout=40)
+    for rank, (kind, ranks, text, _) in enumerate(results):
+        if rank % 2 == victim % 2 or kind != "returned":
+            assert (kind, ranks) == ("NcclTimeoutError", [victim]), results
+            assert "ncclCommSplit took longer than 2 s on rank" in text
+            assert f"; it waits for rank {victim}; all ranks respond" in text
+
+
 def splits_with_a_dead_rank(rank: int, nranks: int) -> str:
     """Rank 2 dies inside a split; rank 0 hears of it, and leaves without a call of split."""
     comm = pynccl.init()

@@ -257,6 +257,7 @@ struct Calls {
     CALL(return pyncclCpuGetErrorPrefix(f.comm(), OUT(int), OUT(int)));
     CALL(return pyncclCpuIsGone(f.comm(), f.any_int(), OUT(int)));
     CALL(return pyncclCpuIsAwaited(f.comm(), f.any_int(), OUT(int)));
+    CALL(return pyncclCpuParentRank(f.comm(), f.any_int(), OUT(int)));
     CALL(return pyncclCpuSignalCount(f.comm(), f.any_int(), f.any_int(), f.any_int(), OUT(uint64_t)));
     CALL(const char* functions[] = {"ncclScatter", "ncclSend", "", nullptr}; return pyncclCpuGetAlgorithm(
              f.comm(), functions[f.below(4)], f.count(), OUT(const char*), OUT(size_t)));

@@ -95,6 +95,17 @@ def test_no_folder_above_is_either(tmp_path: Path, compiled: list[Path]) -> None
         folder.chmod(before)
 
 
+def test_nothing_is_made_in_a_folder_that_others_can_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (shared := tmp_path / "shared").mkdir()
+    shared.chmod(0o777)
+    for cache in (shared, shared / "of" / "mine"):
+        monkeypatch.setenv("PYNCCL_CACHE", str(cache))
+        refused(f"{shared} belongs to user", "mode 0777")
+        assert not list(shared.iterdir())
+
+
 def test_nor_is_the_file(compiled: list[Path]) -> None:
     loads()
     compiled[0].chmod(0o775)

@@ -219,6 +219,16 @@ def pyncclCpuIsAwaited(comm: int, rank: int) -> int:
     return int(out[0])
 
 
+def pyncclCpuParentRank(comm: int, rank: int) -> int:
+    out = _new("int*")
+    try:
+        if r := _library.pyncclCpuParentRank(comm, rank, out):
+            _check(r, "pyncclCpuParentRank", comm)
+    except (TypeError, OverflowError) as error:
+        raise _argument_error(error, "uintptr_t, int", comm=comm, rank=rank) from None
+    return int(out[0])
+
+
 def pyncclCpuSignalCount(comm: int, peer: int, sigIdx: int, ctx: int) -> int:
     out = _new("uint64_t*")
     try:

@@ -134,6 +134,7 @@ ncclResult_t connect_child(Child& child, const std::vector<std::pair<int, PeerIn
   for (auto& [r, info] : members) {
     if (r == child.parent->rank) rank = int(table.size());
     table.push_back(info);
+    child.comm->parent_ranks.push_back(r);
     size_t at =
         size_t(std::find(meeting.ranks().begin(), meeting.ranks().end(), r) - meeting.ranks().begin());
     expected[r] = meeting.tags()[at];
@@ -679,6 +680,12 @@ ncclResult_t pyncclCpuIsGone(ncclComm_t comm, int rank, int* gone) {
 ncclResult_t pyncclCpuIsAwaited(ncclComm_t comm, int rank, int* awaited) {
   return ask_of("pyncclCpuIsAwaited", "awaited", comm, rank, awaited, [&](Comm& c) {
     return int(per_process<Deadlocks>().awaits(c, rank) || c.session.awaits(rank) || c.awaits_leaving(rank));
+  });
+}
+
+ncclResult_t pyncclCpuParentRank(ncclComm_t comm, int rank, int* parentRank) {
+  return ask_of("pyncclCpuParentRank", "parentRank", comm, rank, parentRank, [&](Comm& c) {
+    return size_t(rank) < c.parent_ranks.size() ? c.parent_ranks[size_t(rank)] : -1;
   });
 }
 

@@ -518,13 +518,20 @@ void Comm::open() {
 
 // ---- leaving ----
 
+// The collectives that the program has issued, without this library's own exchanges.
+static uint64_t colls_of_program(const Comm& comm) {
+  uint64_t sum = 0;
+  for (auto& issued : comm.issued_by_func) sum += issued.load(std::memory_order_relaxed);
+  return sum;
+}
+
 ncclResult_t Comm::announce_leaving() {
   if (session.left.exchange(true)) return ncclSuccess;
   for (int q = 0, known = session.known_ranks(); q < known; ++q) {
     Peer& p = peer(q);
     if (q == rank || !session.linked(q)) continue;
-    Leaving mine{colls_issued.load(), p.sends_issued.load(), p.recvs_issued.load(), p.signals_issued.load(),
-                 p.signals_awaited.load()};
+    Leaving mine{colls_of_program(*this), p.sends_issued.load(), p.recvs_issued.load(),
+                 p.signals_issued.load(), p.signals_awaited.load()};
     session.send(q, Ctl::Leaving, &mine, sizeof mine);
   }
   if (shares_process(rank)) session.echo(Ctl::Leaving, nullptr, 0);
@@ -590,8 +597,8 @@ ncclResult_t Comm::await_leaving() {
     else if (awaited != theirs.signals)
       mismatch(them + " sent " + std::to_string(theirs.signals) + " signals to " + me +
                ", which waited for " + std::to_string(awaited) + " before ncclCommFinalize");
-    else if (colls_issued != theirs.colls)
-      mismatch(me + " issued " + std::to_string(colls_issued) + " collectives, " + them + " " +
+    else if (uint64_t colls = colls_of_program(*this); colls != theirs.colls)
+      mismatch(me + " issued " + std::to_string(colls) + " collectives, " + them + " " +
                std::to_string(theirs.colls) + " before ncclCommFinalize");
     if (error() != ncclSuccess) return error();
   }

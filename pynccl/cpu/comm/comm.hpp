@@ -160,7 +160,8 @@ struct Comm final : Sink, Session::Owner, std::enable_shared_from_this<Comm> {
   // confused. After a failure a second sequence of numbers is used: some ranks may have begun an exchange
   // that others have not.
   std::vector<uint64_t> claim_meeting(const std::vector<int>& ranks, bool after_failure);
-  std::unique_ptr<Id> grow_id;  // for ncclCommGrow, made by this rank; under session.mutex
+  std::vector<int> parent_ranks;  // by rank; set before the creation, empty without a parent
+  std::unique_ptr<Id> grow_id;    // for ncclCommGrow, made by this rank; under session.mutex
 
   // Communicators that are being derived from this one. They have no handles yet; an abort ends them, too.
   void begin_child(const std::shared_ptr<Comm>& child);

@@ -43,6 +43,11 @@ struct Deadlocks::Probe {
     return std::string(reinterpret_cast<const char*>(&f), sizeof f) +
            std::string(reinterpret_cast<const char*>(way.data()), way.size() * sizeof(Stretch)) + text;
   }
+  std::string said() const {
+    if (way.size() > 1) return text + ": each for " + cause();
+    return text + " for a call that the same thread " +
+           (fixed.queued ? "has queued behind it" : "makes only after it");
+  }
   const char* cause() const {
     if (fixed.queued == 0) return "calls that the next has not made";
     if (fixed.queued == way.size()) return "a call that the next has queued behind its own";
@@ -237,7 +242,7 @@ void Deadlocks::probed(Comm& comm, int from, const Blob& body) {
   }
   deliver(messages);
   if (!cycle) return;
-  probe.text = "deadlock: " + probe.text + ": each for " + probe.cause() + probe.remedy();
+  probe.text = "deadlock: " + probe.said() + probe.remedy();
   probe.fixed.at = 0;
   fail_cycle(std::move(probe), comm);
 }

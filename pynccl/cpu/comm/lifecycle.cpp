@@ -234,8 +234,8 @@ Meeting::Meeting(std::shared_ptr<Comm> comm, std::vector<int> ranks, const char*
   place_->comm = std::move(comm);
 }
 
-std::string Meeting::Place::blob(bool comes, std::string_view body) const {
-  return std::string(function) + '\0' + char(comes) + std::string(body);
+std::string Meeting::Place::blob(Part part, std::string_view body) const {
+  return std::string(function) + '\0' + char(part) + std::string(body);
 }
 
 // Without memory the others wait until they time out. A communicator that ranks have failed by different
@@ -243,7 +243,10 @@ std::string Meeting::Place::blob(bool comes, std::string_view body) const {
 Meeting::Place::~Place() {
   if (taken.load() || tags.empty() || comm->broken(tags[0])) return;
   try {
-    std::string text = blob(false, std::string_view(last_error()).substr(0, kMaxText));
+    const ErrorCode code = last_error_code();
+    std::string_view why = last_error();
+    if (code.reported) why.remove_prefix(size_t(code.function) + code.place);
+    std::string text = blob(code.reported ? AbsentFor : Absent, why.substr(0, kMaxText));
     for (size_t i = 0; i < ranks.size(); ++i)
       if (ranks[i] != comm->rank)
         comm->session.send(ranks[i], Ctl::Exchange, text.data(), text.size(), tags[i]);
@@ -260,7 +263,7 @@ std::vector<int> Meeting::everyone(const Comm& comm) {
 ncclResult_t Meeting::meet(const std::string& mine, std::vector<std::string>* all) const {
   const auto& [comm, ranks, tags, function, taken] = *place_;
   place_->taken.store(true);
-  std::string blob = place_->blob(true, mine);
+  std::string blob = place_->blob(Place::Comes, mine);
   std::vector<Blob> blobs;
   std::vector<char> body(blob.begin(), blob.end());
   if (ncclResult_t r = comm->session.exchange(tags, ranks, body, &blobs, function); r != ncclSuccess)
@@ -274,9 +277,10 @@ ncclResult_t Meeting::meet(const std::string& mine, std::vector<std::string>* al
       return comm->disagree(tags[0], "rank " + std::to_string(comm->rank) + " called " + function +
                                          ", rank " + std::to_string(ranks[i]) + " called another function, " +
                                          theirs.substr(0, end));
-    bool comes = theirs.at(end + 1);
+    const char part = theirs.at(end + 1);
     all->push_back(theirs.substr(end + 2));
-    if (!comes && absent.empty()) absent = "rank " + std::to_string(ranks[i]) + " reports: " + all->back();
+    if (part == Place::Comes || !absent.empty()) continue;
+    absent = (part == Place::Absent ? "rank " + std::to_string(ranks[i]) + " reports: " : "") + all->back();
   }
   return absent.empty() ? ncclSuccess : comm->say(ncclRemoteError, absent);
 }

@@ -83,8 +83,10 @@ class Meeting {
  private:
   // Shared by the copies of a Meeting.
   struct Place {
+    // What a rank sends: its part, or why it does not come, which may name the rank that failed first.
+    enum Part : char { Absent, AbsentFor, Comes };
     ~Place();
-    std::string blob(bool comes, std::string_view body) const;
+    std::string blob(Part part, std::string_view body) const;
     std::shared_ptr<Comm> comm;
     std::vector<int> ranks;
     std::vector<uint64_t> tags;
