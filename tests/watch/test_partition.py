@@ -23,6 +23,7 @@ from hosts import joined, needs_root
 from meeting import failure, store, together, until_gone
 from pynccl import NcclError, NcclInvalidUsage, RankFailedError
 from pynccl._watch import channel, survivors
+from pynccl._watch.watchdog import Watch
 from pynccl.testing import RankError, run
 from ranks import on_ranks
 
@@ -78,10 +79,23 @@ def test_every_part_goes_on_where_it_is_told_to() -> None:
         assert outcome == ("went on", HALVES[rank in (1, 2)], "")
 
 
+def has_late_verdicts() -> None:
+    """As on a busy machine."""
+    verdict = Watch.verdict
+
+    def late(watch: Watch, wait_ms: int = 0) -> NcclError | None:
+        time.sleep(1.6 if wait_ms else 0)
+        return verdict(watch, wait_ms)
+
+    setattr(Watch, "verdict", late)  # noqa: B010
+
+
 def stops_while_it_connects(
-    rank: int, nranks: int, calls: int, in_split: bool
+    rank: int, nranks: int, calls: int, in_split: bool, busy: bool
 ) -> tuple[list[int], list[int]]:
     """The last rank stops after it has connected to some of the others; their part is then complete."""
+    if busy and rank == nranks - 2:
+        has_late_verdicts()
     parent = pynccl.init(timeout=3) if in_split else None
     # The parent's graph lacks connections that its split needs: of rank 7 to ranks 2 and 4.
     os.environ.pop("PYNCCL_MESH_RANKS", None)
@@ -111,14 +125,20 @@ def stops_while_it_connects(
 
 
 @pytest.mark.parametrize(
-    ("nranks", "calls", "in_split", "env"),
-    [(4, 1, False, {}), (4, 2, False, {}), (8, 1, True, {"PYNCCL_MESH_RANKS": "0"})],
+    ("nranks", "calls", "in_split", "busy", "env"),
+    [
+        (4, 1, False, False, {}),
+        (4, 2, False, False, {}),
+        (4, 2, False, True, {}),
+        (8, 1, True, False, {"PYNCCL_MESH_RANKS": "0"}),
+    ],
 )
-def test_a_rank_stops_while_it_connects(nranks: int, calls: int, in_split: bool, env: dict[str, str]) -> None:
+def test_a_rank_stops_while_it_connects(
+    nranks: int, calls: int, in_split: bool, busy: bool, env: dict[str, str]
+) -> None:
     """Those that it has connected to and the others name it alike, and go on together."""
-    *others, _ = run(
-        nranks, stops_while_it_connects, calls, in_split, backend="cpu", check=False, env=env, timeout=30
-    )
+    how = calls, in_split, busy
+    *others, _ = run(nranks, stops_while_it_connects, *how, backend="cpu", check=False, env=env, timeout=30)
     left = list(range(nranks - 1))
     assert others == [([nranks - 1], left if in_split else [])] * len(left)
 
