@@ -131,6 +131,7 @@ def stops_while_it_connects(
         (4, 2, False, False, {}),
         (4, 2, False, True, {}),
         (8, 1, True, False, {"PYNCCL_MESH_RANKS": "0"}),
+        pytest.param(8, 1, True, True, {"PYNCCL_MESH_RANKS": "0"}, marks=pytest.mark.slow),
     ],
 )
 def test_a_rank_stops_while_it_connects(
