@@ -105,7 +105,7 @@ def test_a_rank_fails_inside_split(number: int, blocking: bool) -> None:
 
 def is_slow_in_split(rank: int, nranks: int, victim: int, number: int) -> Outcome:
     """The victim takes its time before one of the exchanges that open the child's control channel."""
-    comm = pynccl.init(timeout=2)
+    comm = pynccl.init(timeout=4)
     together(nranks)
     exchange, calls = capi.pyncclCpuExchange, iter(range(9))
 
@@ -132,7 +132,7 @@ def test_a_rank_is_slow_inside_split(number: int) -> None:
     for rank, (kind, ranks, text, _) in enumerate(results):
         if rank % 2 == victim % 2 or kind != "returned":
             assert (kind, ranks) == ("NcclTimeoutError", [victim]), results
-            assert "ncclCommSplit took longer than 2 s on rank" in text
+            assert "ncclCommSplit took longer than 4 s on rank" in text
             assert f"; it waits for rank {victim}; all ranks respond" in text
 
 
