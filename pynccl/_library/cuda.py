@@ -1,4 +1,4 @@
-"""The part of the CUDA driver that pynccl uses: devices, contexts, streams, events, capture and pointers.
+"""The part of the CUDA driver that pynccl uses: devices, contexts, streams, events, graphs and memory.
 
 The driver is opened at the first use. CuPy and torch use the same driver: a device selected here is current
 for them too. Handles and pointers are ints. Without a driver `available` returns False and other functions
@@ -334,6 +334,43 @@ def order_streams(first: int, then: int) -> None:
             event_destroy(event)
 
 
+# --- graphs -------------------------------------------------------------------------------------------------
+
+
+def stream_begin_capture(stream: int) -> None:
+    """Record what is issued on a stream, instead of running it, until `stream_end_capture`."""
+    _call("cuStreamBeginCapture_v2", stream, lib.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
+
+
+def stream_end_capture(stream: int) -> int:
+    """Return the graph of what was recorded; raise if something in between has spoilt the capture."""
+    out = ffi.new("uintptr_t*")
+    _call("cuStreamEndCapture", stream, out)
+    return int(out[0])
+
+
+def graph_instantiate(graph: int) -> int:
+    """Return a graph in the form that can be launched."""
+    out = ffi.new("uintptr_t*")
+    _call("cuGraphInstantiateWithFlags", out, graph, 0)
+    return int(out[0])
+
+
+def graph_launch(executable: int, stream: int) -> None:
+    """Run an instantiated graph on a stream."""
+    _call("cuGraphLaunch", executable, stream)
+
+
+def graph_executable_destroy(executable: int) -> None:
+    """Destroy an instantiated graph."""
+    _destroy("cuGraphExecDestroy", executable)
+
+
+def graph_destroy(graph: int) -> None:
+    """Destroy a graph."""
+    _destroy("cuGraphDestroy", graph)
+
+
 # --- memory -------------------------------------------------------------------------------------------------
 
 
@@ -354,6 +391,13 @@ def _pointer_attribute(ctype: str, attribute: int, pointer: int) -> int | None:
     if code:
         _fail("cuPointerGetAttribute", code)
     return int(out[0])
+
+
+def memory_available() -> int:
+    """Return the bytes of the current device's memory that no process uses."""
+    free, total = ffi.new("size_t*"), ffi.new("size_t*")
+    _call("cuMemGetInfo_v2", free, total)
+    return int(free[0])
 
 
 def memory_allocate(nbytes: int) -> int:

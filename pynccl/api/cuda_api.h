@@ -1,5 +1,5 @@
-// What pynccl calls in the CUDA driver (libcuda.so.1): devices, primary contexts, streams, events, capture
-// state and pointer attributes. Same rules as nccl_api.h, which comes first; "since" is the driver's CUDA
+// What pynccl calls in the CUDA driver (libcuda.so.1): devices, primary contexts, streams, events, graphs,
+// memory and pointer attributes. Same rules as nccl_api.h, which comes first; "since" is the driver's CUDA
 // version; 11.0 stands for every version up to the oldest that pynccl supports.
 
 typedef int CUresult;
@@ -8,6 +8,8 @@ typedef unsigned long long CUdeviceptr;
 typedef struct CUctx_st* CUcontext;
 typedef struct CUstream_st* CUstream;
 typedef struct CUevent_st* CUevent;
+typedef struct CUgraph_st* CUgraph;
+typedef struct CUgraphExec_st* CUgraphExec;
 typedef struct { unsigned char bytes[16]; } CUuuid;
 
 // The values that pynccl uses.
@@ -19,6 +21,7 @@ typedef enum {
   CUDA_ERROR_STREAM_CAPTURE_IMPLICIT = 906,
 } cudaError_enum;
 typedef enum {
+  CU_STREAM_CAPTURE_MODE_THREAD_LOCAL = 1,
   CU_STREAM_CAPTURE_MODE_RELAXED = 2,
 } CUstreamCaptureMode;
 typedef enum {
@@ -67,6 +70,13 @@ CUresult cuStreamQuery(CUstream stream); // since 11.0
 CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned int flags); // since 11.0
 CUresult cuStreamIsCapturing(CUstream stream, int* status); // since 11.0
 CUresult cuThreadExchangeStreamCaptureMode(int* mode); // since 11.0
+CUresult cuStreamBeginCapture_v2(CUstream stream, int mode); // since 11.0
+CUresult cuStreamEndCapture(CUstream stream, CUgraph* graph); // since 11.0
+
+CUresult cuGraphInstantiateWithFlags(CUgraphExec* exec, CUgraph graph, unsigned long long flags); // since 11.4
+CUresult cuGraphLaunch(CUgraphExec exec, CUstream stream); // since 11.0
+CUresult cuGraphExecDestroy(CUgraphExec exec); // since 11.0
+CUresult cuGraphDestroy(CUgraph graph); // since 11.0
 
 CUresult cuEventCreate(CUevent* event, unsigned int flags); // since 11.0
 CUresult cuEventDestroy_v2(CUevent event); // since 11.0
@@ -74,6 +84,7 @@ CUresult cuEventRecord(CUevent event, CUstream stream); // since 11.0
 CUresult cuEventQuery(CUevent event); // since 11.0
 
 CUresult cuPointerGetAttribute(void* data, int attribute, CUdeviceptr ptr); // since 11.0
+CUresult cuMemGetInfo_v2(size_t* free, size_t* total); // since 11.0
 CUresult cuMemAlloc_v2(CUdeviceptr* ptr, size_t bytes); // since 11.0
 CUresult cuMemFree_v2(CUdeviceptr ptr); // since 11.0
 CUresult cuMemcpyHtoD_v2(CUdeviceptr to, const void* from, size_t bytes); // since 11.0

@@ -1,7 +1,8 @@
 // A libcuda.so.1 without a GPU: it records every call and answers as the driver would.
 //
 // Streams hold a queue of launches, event records and event waits, which advance in order; a test can hold a
-// stream, so that what depends on it stays undone. The fake_cuda_* functions are the test's side.
+// stream, so that what depends on it stays undone. During a capture they record launches into a graph
+// instead. The fake_cuda_* functions are the test's side.
 #include <pthread.h>
 #include <stdarg.h>
 #include <stdint.h>
@@ -17,10 +18,16 @@ enum {
   INVALID_DEVICE = 101,
   INVALID_CONTEXT = 201,
   INVALID_HANDLE = 400,
+  ILLEGAL_STATE = 401,
   NOT_READY = 600,
   LAUNCH_TIMEOUT = 702,
+  CAPTURE_UNSUPPORTED = 900,
+  CAPTURE_INVALIDATED = 901,
 };
 enum { MAX_DEVICES = 16, MAX_OPS = 256, MAX_HANDLES = 256, MAX_STACK = 16, LOG_BYTES = 1 << 20 };
+enum { CAPTURE_NONE, CAPTURE_ACTIVE, CAPTURE_INVALID };
+enum { MODE_RELAXED = 2 };
+enum { NO_GRAPH, GRAPH, EXECUTABLE };
 
 typedef struct {
   int device, retained;
@@ -35,7 +42,12 @@ typedef struct {
 typedef struct {
   int used, device, held, capture, head, tail;
   Op ops[MAX_OPS];
+  struct Graph* graph;
 } Stream;
+// Also an instantiated one, a copy.
+typedef struct Graph {
+  int kind, count, nodes[MAX_OPS];
+} Graph;
 typedef struct {
   uintptr_t begin, end;
   int type, device;
@@ -46,7 +58,9 @@ static Context contexts[MAX_DEVICES];
 static Stream streams[MAX_HANDLES];
 static Event events[MAX_HANDLES];
 static Region regions[MAX_HANDLES];
+static Graph graphs[MAX_HANDLES];
 static int initialized, region_count;
+static int64_t spent[MAX_DEVICES];
 static char record[LOG_BYTES];
 static struct {
   char name[64];
@@ -54,6 +68,8 @@ static struct {
 } failure;
 static __thread Context* stack[MAX_STACK];
 static __thread int depth = 1;
+static __thread int capture_mode;
+static __thread Stream* captured[MAX_DEVICES];
 
 static void note(const char* format, ...) {
   size_t used = strlen(record);
@@ -123,6 +139,27 @@ static void push(Stream* stream, int kind, int value, int generation) {
   progress();
 }
 
+// Records a launch into the graph of a stream that is captured.
+static int capture(Stream* stream, int value) {
+  Graph* graph = stream->graph;
+  if (!graph) return 0;
+  if (graph->count == MAX_OPS) abort();
+  note("record %d\n", value);
+  graph->nodes[graph->count++] = value;
+  return 1;
+}
+
+// What may wait is forbidden to a thread that captures, and spoils its captures.
+static int spoils(void) {
+  int active = 0;
+  for (int i = 0; i < MAX_DEVICES; ++i) {
+    if (!captured[i] || capture_mode == MODE_RELAXED) continue;
+    captured[i]->capture = CAPTURE_INVALID;
+    active = 1;
+  }
+  return active;
+}
+
 static int stream_ready(const Stream* stream) { return stream->head == stream->tail; }
 static int event_ready(const Event* event) { return event->done >= event->recorded; }
 
@@ -144,19 +181,34 @@ void fake_cuda_hold(uintptr_t handle, int held) {
 
 void fake_cuda_launch(uintptr_t handle, int value) {
   pthread_mutex_lock(&mutex);
-  push(find_stream(handle), LAUNCH, value, 0);
+  if (!capture(find_stream(handle), value)) push(find_stream(handle), LAUNCH, value, 0);
   pthread_mutex_unlock(&mutex);
 }
 
 void fake_cuda_capture(uintptr_t handle, int status) { find_stream(handle)->capture = status; }
 
-void fake_cuda_register(uintptr_t begin, size_t bytes, int type, int device) {
+static void add_region(uintptr_t begin, size_t bytes, int type, int device) {
   regions[region_count++] = (Region){begin, begin + bytes, type, device};
 }
 
+void fake_cuda_register(uintptr_t begin, size_t bytes, int type, int device) {
+  pthread_mutex_lock(&mutex);
+  add_region(begin, bytes, type, device);
+  pthread_mutex_unlock(&mutex);
+}
+
 void fake_cuda_forget(uintptr_t begin) {
+  pthread_mutex_lock(&mutex);
   for (int i = 0; i < region_count; ++i)
     if (regions[i].begin == begin) regions[i--] = regions[--region_count];
+  pthread_mutex_unlock(&mutex);
+}
+
+// Memory of a device that a library uses for itself.
+void fake_cuda_spend(int device, int64_t bytes) {
+  pthread_mutex_lock(&mutex);
+  spent[device] += bytes;
+  pthread_mutex_unlock(&mutex);
 }
 
 // --- devices and contexts ---
@@ -173,12 +225,14 @@ int cuDriverGetVersion(int* version) {
 }
 
 int cuGetErrorName(int error, const char** name) {
-  *name = error == INVALID_VALUE     ? "CUDA_ERROR_INVALID_VALUE"
-          : error == NO_DEVICE       ? "CUDA_ERROR_NO_DEVICE"
-          : error == INVALID_CONTEXT ? "CUDA_ERROR_INVALID_CONTEXT"
-          : error == INVALID_HANDLE  ? "CUDA_ERROR_INVALID_HANDLE"
-          : error == LAUNCH_TIMEOUT  ? "CUDA_ERROR_LAUNCH_TIMEOUT"
-                                     : NULL;
+  *name = error == INVALID_VALUE         ? "CUDA_ERROR_INVALID_VALUE"
+          : error == NO_DEVICE           ? "CUDA_ERROR_NO_DEVICE"
+          : error == INVALID_CONTEXT     ? "CUDA_ERROR_INVALID_CONTEXT"
+          : error == INVALID_HANDLE      ? "CUDA_ERROR_INVALID_HANDLE"
+          : error == LAUNCH_TIMEOUT      ? "CUDA_ERROR_LAUNCH_TIMEOUT"
+          : error == CAPTURE_UNSUPPORTED ? "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED"
+          : error == CAPTURE_INVALIDATED ? "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED"
+                                         : NULL;
   return *name ? OK : INVALID_VALUE;
 }
 
@@ -295,16 +349,16 @@ int cuCtxPopCurrent_v2(uintptr_t* context) {
 
 int cuCtxSynchronize(void) {
   ENTER("cuCtxSynchronize", "");
+  if (spoils()) return leave(CAPTURE_UNSUPPORTED);
   return leave(stack[depth - 1] ? OK : INVALID_CONTEXT);
 }
 
 // --- streams and events ---
 
 int cuThreadExchangeStreamCaptureMode(int* mode) {
-  static __thread int current;
   ENTER("cuThreadExchangeStreamCaptureMode", "%d", *mode);
-  int before = current;
-  current = *mode;
+  int before = capture_mode;
+  capture_mode = *mode;
   *mode = before;
   return leave(OK);
 }
@@ -341,6 +395,10 @@ int cuStreamDestroy_v2(uintptr_t handle) {
 int cuStreamQuery(uintptr_t handle) {
   ENTER("cuStreamQuery", "%#lx", (unsigned long)handle);
   STREAM(handle);
+  if (stream->graph) {
+    stream->capture = CAPTURE_INVALID;
+    return leave(CAPTURE_UNSUPPORTED);
+  }
   return leave(stream_ready(stream) ? OK : NOT_READY);
 }
 
@@ -355,6 +413,7 @@ int cuStreamWaitEvent(uintptr_t handle, uintptr_t event_handle, unsigned int fla
   ENTER("cuStreamWaitEvent", "%#lx %#lx %u", (unsigned long)handle, (unsigned long)event_handle, flags);
   STREAM(handle);
   EVENT(event_handle);
+  if (stream->graph) return leave(CAPTURE_UNSUPPORTED);  // real drivers record it
   push(stream, WAIT, (int)(event - events), event->recorded);
   return leave(OK);
 }
@@ -384,6 +443,7 @@ int cuEventRecord(uintptr_t handle, uintptr_t stream_handle) {
   EVENT(handle);
   STREAM(stream_handle);
   if (event->device != stream->device) return leave(INVALID_HANDLE);
+  if (stream->graph) return leave(CAPTURE_UNSUPPORTED);  // real drivers record it
   push(stream, RECORD, (int)(event - events), ++event->recorded);
   return leave(OK);
 }
@@ -392,6 +452,93 @@ int cuEventQuery(uintptr_t handle) {
   ENTER("cuEventQuery", "%#lx", (unsigned long)handle);
   EVENT(handle);
   return leave(event_ready(event) ? OK : NOT_READY);
+}
+
+// --- graphs ---
+
+static Graph* new_graph(int kind) {
+  for (int i = 0; i < MAX_HANDLES; ++i) {
+    if (graphs[i].kind != NO_GRAPH) continue;
+    graphs[i] = (Graph){.kind = kind};
+    return &graphs[i];
+  }
+  abort();
+}
+
+static Graph* find_graph(uintptr_t handle, int kind) {
+  uintptr_t index = handle - 0x3000;
+  return index < MAX_HANDLES && graphs[index].kind == kind ? &graphs[index] : NULL;
+}
+
+static uintptr_t graph_handle(const Graph* graph) { return 0x3000 + (uintptr_t)(graph - graphs); }
+
+int cuStreamBeginCapture_v2(uintptr_t handle, int mode) {
+  ENTER("cuStreamBeginCapture_v2", "%#lx %d", (unsigned long)handle, mode);
+  STREAM(handle);
+  if (handle <= 1) return leave(CAPTURE_UNSUPPORTED);
+  if (stream->capture) return leave(ILLEGAL_STATE);
+  for (int i = 0; i < MAX_DEVICES; ++i) {
+    if (captured[i]) continue;
+    captured[i] = stream;
+    stream->capture = CAPTURE_ACTIVE;
+    stream->graph = new_graph(GRAPH);
+    return leave(OK);
+  }
+  abort();
+}
+
+int cuStreamEndCapture(uintptr_t handle, uintptr_t* graph) {
+  ENTER("cuStreamEndCapture", "%#lx", (unsigned long)handle);
+  STREAM(handle);
+  for (int i = 0; i < MAX_DEVICES; ++i) {
+    if (captured[i] != stream) continue;
+    const int valid = stream->capture == CAPTURE_ACTIVE;
+    *graph = valid ? graph_handle(stream->graph) : 0;
+    if (!valid) stream->graph->kind = NO_GRAPH;
+    captured[i] = NULL;
+    stream->capture = CAPTURE_NONE;
+    stream->graph = NULL;
+    return leave(valid ? OK : CAPTURE_INVALIDATED);
+  }
+  return leave(ILLEGAL_STATE);
+}
+
+int cuGraphInstantiateWithFlags(uintptr_t* executable, uintptr_t handle, unsigned long long flags) {
+  ENTER("cuGraphInstantiateWithFlags", "%#lx %llu", (unsigned long)handle, flags);
+  const Graph* graph = find_graph(handle, GRAPH);
+  if (!graph) return leave(INVALID_VALUE);
+  Graph* copy = new_graph(EXECUTABLE);
+  memcpy(copy->nodes, graph->nodes, sizeof copy->nodes);
+  copy->count = graph->count;
+  *executable = graph_handle(copy);
+  return leave(OK);
+}
+
+int cuGraphLaunch(uintptr_t executable, uintptr_t handle) {
+  ENTER("cuGraphLaunch", "%#lx %#lx", (unsigned long)executable, (unsigned long)handle);
+  const Graph* graph = find_graph(executable, EXECUTABLE);
+  STREAM(handle);
+  if (!graph) return leave(INVALID_VALUE);
+  if (stream->graph) return leave(CAPTURE_UNSUPPORTED);  // real drivers record it
+  for (int i = 0; i < graph->count; ++i) push(stream, LAUNCH, graph->nodes[i], 0);
+  return leave(OK);
+}
+
+static int destroy_graph(uintptr_t handle, int kind) {
+  Graph* graph = find_graph(handle, kind);
+  if (!graph) return INVALID_VALUE;
+  graph->kind = NO_GRAPH;
+  return OK;
+}
+
+int cuGraphExecDestroy(uintptr_t executable) {
+  ENTER("cuGraphExecDestroy", "%#lx", (unsigned long)executable);
+  return leave(destroy_graph(executable, EXECUTABLE));
+}
+
+int cuGraphDestroy(uintptr_t graph) {
+  ENTER("cuGraphDestroy", "%#lx", (unsigned long)graph);
+  return leave(destroy_graph(graph, GRAPH));
 }
 
 // --- memory ---
@@ -408,11 +555,24 @@ int cuPointerGetAttribute(void* data, int attribute, unsigned long long pointer)
   return leave(INVALID_VALUE);
 }
 
+// Each device has 16 GiB.
+int cuMemGetInfo_v2(size_t* free_bytes, size_t* total) {
+  ENTER("cuMemGetInfo_v2", "");
+  if (!stack[depth - 1]) return leave(INVALID_CONTEXT);
+  const int device = stack[depth - 1]->device;
+  *total = (size_t)16 << 30;
+  *free_bytes = *total - (size_t)spent[device];
+  for (int i = 0; i < region_count; ++i)
+    if (regions[i].type == 2 && regions[i].device == device) *free_bytes -= regions[i].end - regions[i].begin;
+  return leave(OK);
+}
+
 int cuMemAlloc_v2(unsigned long long* pointer, size_t bytes) {
   ENTER("cuMemAlloc_v2", "%zu", bytes);
+  if (spoils()) return leave(CAPTURE_UNSUPPORTED);
   if (!stack[depth - 1]) return leave(INVALID_CONTEXT);
   *pointer = (unsigned long long)(uintptr_t)calloc(1, bytes);
-  fake_cuda_register((uintptr_t)*pointer, bytes, 2, stack[depth - 1]->device);
+  add_region((uintptr_t)*pointer, bytes, 2, stack[depth - 1]->device);
   return leave(OK);
 }
 
@@ -429,12 +589,16 @@ int cuMemFree_v2(unsigned long long pointer) {
 
 int cuMemcpyHtoD_v2(unsigned long long to, uintptr_t from, size_t bytes) {
   ENTER("cuMemcpyHtoD_v2", "%zu", bytes);
+  if (!stack[depth - 1]) return leave(INVALID_CONTEXT);
+  if (spoils()) return leave(CAPTURE_UNSUPPORTED);
   memcpy((void*)(uintptr_t)to, (const void*)from, bytes);
   return leave(OK);
 }
 
 int cuMemcpyDtoH_v2(uintptr_t to, unsigned long long from, size_t bytes) {
   ENTER("cuMemcpyDtoH_v2", "%zu", bytes);
+  if (!stack[depth - 1]) return leave(INVALID_CONTEXT);
+  if (spoils()) return leave(CAPTURE_UNSUPPORTED);
   memcpy((void*)to, (const void*)(uintptr_t)from, bytes);
   return leave(OK);
 }

@@ -17,6 +17,7 @@ from typing import Any
 import pynccl
 
 _SOURCE = r"""
+#include <pthread.h>
 #include <stdarg.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -32,6 +33,7 @@ _SOURCE = r"""
 #pragma weak fake_cuda_launch
 #pragma weak fake_cuda_register
 #pragma weak fake_cuda_forget
+#pragma weak fake_cuda_spend
 int cuCtxGetDevice(int* device);
 int cuDevicePrimaryCtxRetain(uintptr_t* context, int device);
 int cuCtxPushCurrent_v2(uintptr_t context);
@@ -39,6 +41,7 @@ int cuCtxPopCurrent_v2(uintptr_t* context);
 void fake_cuda_launch(uintptr_t stream, int value);
 void fake_cuda_register(uintptr_t begin, size_t bytes, int type, int device);
 void fake_cuda_forget(uintptr_t begin);
+void fake_cuda_spend(int device, int64_t bytes);
 
 typedef struct { int rank, nranks, device, async_error, in_progress, suspended; } Comm;
 typedef struct { char internal[128]; } Id;
@@ -48,12 +51,24 @@ typedef struct { size_t size; unsigned magic, version; void* ext; int minCTAs; }
 static char text[1 << 20];
 static size_t used;
 static int fail_at = -1, fail_with, end_with, newest, calls;
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+// What a communicator uses of its device's memory.
+enum { COMM_BYTES = 3 << 20 };
 
+static void note_list(const char* format, va_list arguments) {
+  used += vsnprintf(text + used, sizeof text - used, format, arguments);
+}
 static void note(const char* format, ...) {
   va_list arguments;
   va_start(arguments, format);
-  used += vsnprintf(text + used, sizeof text - used, format, arguments);
+  pthread_mutex_lock(&lock);
+  note_list(format, arguments);
+  pthread_mutex_unlock(&lock);
   va_end(arguments);
+}
+static int end(Comm* comm, const char* how) {
+  if (fake_cuda_spend) fake_cuda_spend(comm->device, -COMM_BYTES);
+  return free(comm), note("%s\n", how), 0;
 }
 
 const char* fake_log(void) { return text; }
@@ -72,7 +87,9 @@ const char* ncclGetLastError(Comm* comm) { return comm ? "the cause" : ""; }
 int ncclCommInitRank(Comm** out, int nranks, Id id, int rank) {
   *out = calloc(1, sizeof **out);
   **out = (Comm){.rank = rank, .nranks = nranks};
-  return id.internal[0] != 7 || (cuCtxGetDevice && cuCtxGetDevice(&(*out)->device));
+  if (id.internal[0] != 7 || (cuCtxGetDevice && cuCtxGetDevice(&(*out)->device))) return 1;
+  if (fake_cuda_spend) fake_cuda_spend((*out)->device, COMM_BYTES);
+  return 0;
 }
 int ncclCommCount(Comm* comm, int* out) { return *out = comm->nranks, 0; }
 int ncclCommUserRank(Comm* comm, int* out) { return *out = comm->rank, 0; }
@@ -82,17 +99,19 @@ int ncclCommGetAsyncError(Comm* comm, int* out) {
   return 0;
 }
 int ncclCommFinalize(Comm* comm) { return (void)comm, note("finalize\n"), 0; }
-int ncclCommDestroy(Comm* comm) { return free(comm), note("destroy\n"), 0; }
-int ncclCommAbort(Comm* comm) { return free(comm), note("abort\n"), 0; }
+int ncclCommDestroy(Comm* comm) { return end(comm, "destroy"); }
+int ncclCommAbort(Comm* comm) { return end(comm, "abort"); }
 int ncclGroupStart(void) { return note("start\n"), newest = 0; }
 int ncclGroupEnd(void) { return note("end\n"), end_with ? end_with : newest; }
 
 static int call(Comm* comm, uintptr_t stream, const char* format, ...) {
   va_list arguments;
   va_start(arguments, format);
-  used += vsnprintf(text + used, sizeof text - used, format, arguments);
+  pthread_mutex_lock(&lock);
+  note_list(format, arguments);
+  used += sprintf(text + used, " stream %#lx\n", (unsigned long)stream);
+  pthread_mutex_unlock(&lock);
   va_end(arguments);
-  note(" stream %#lx\n", (unsigned long)stream);
   if (calls++ == fail_at) return fail_with;
   uintptr_t context;
   newest = comm->in_progress ? 7 : 0;

@@ -170,6 +170,34 @@ def capture_state(rank: int, nranks: int) -> None:
         assert cuda.stream_is_capturing(stream)
 
 
+def graphs(rank: int, nranks: int) -> None:
+    """What is issued during a capture runs at each launch of the graph; a wait spoils the capture."""
+    cuda.set_device(0)
+    stream = cuda.stream_create()
+    cuda.stream_begin_capture(stream)
+    driver().fake_cuda_launch(stream, 5)
+    assert cuda.stream_is_capturing(stream)
+    graph = cuda.stream_end_capture(stream)
+    assert not cuda.stream_is_capturing(stream)
+    executable = cuda.graph_instantiate(graph)
+    cuda.graph_destroy(graph)
+    assert calls("run") == []
+    for _ in range(2):
+        cuda.graph_launch(executable, stream)
+    assert calls("run") == ["run 5", "run 5"]
+    cuda.graph_executable_destroy(executable)
+    with pytest.raises(NcclUnhandledCudaError, match="cuGraphLaunch failed with CUDA_ERROR_INVALID_VALUE"):
+        cuda.graph_launch(executable, stream)
+    cuda.stream_begin_capture(stream)
+    with pytest.raises(NcclUnhandledCudaError, match="cuStreamQuery failed .*CAPTURE_UNSUPPORTED"):
+        cuda.stream_query(stream)
+    with pytest.raises(NcclUnhandledCudaError, match="cuStreamEndCapture failed .*CAPTURE_INVALIDATED"):
+        cuda.stream_end_capture(stream)
+    assert cuda.stream_query(stream)
+    with pytest.raises(NcclUnhandledCudaError, match="cuStreamBeginCapture_v2 failed .*CAPTURE_UNSUPPORTED"):
+        cuda.stream_begin_capture(0)
+
+
 def pointers(rank: int, nranks: int) -> None:
     assert cuda.available()
     fake = driver()
@@ -181,7 +209,9 @@ def pointers(rank: int, nranks: int) -> None:
 
 def memory(rank: int, nranks: int) -> None:
     with cuda.using_device(1):
+        before = cuda.memory_available()
         pointer = cuda.memory_allocate(64)
+        assert cuda.memory_available() == before - 64
     assert cuda.pointer_device(pointer) == 1
     cuda.memory_free(pointer)
     assert cuda.pointer_device(pointer) is None
@@ -223,6 +253,7 @@ CASES = [
     events_order_streams,
     orders_streams_without_waiting,
     capture_state,
+    graphs,
     pointers,
     memory,
     errors_carry_the_name,
