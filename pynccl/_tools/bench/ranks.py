@@ -17,6 +17,7 @@ import numpy as np
 import pynccl
 from pynccl._base.host import loopback, machine
 from pynccl._base.values import check_int
+from pynccl._device.devices import on_device
 from pynccl._errors import NcclTimeoutError
 from pynccl._library import cuda, loader
 from pynccl._memory.allocation import Allocation
@@ -47,7 +48,8 @@ class Memory:
         """Copy an array here."""
         data = np.ascontiguousarray(data)
         if self._on_device:
-            cuda.copy_to_device(self.ptr + at, data.ctypes.data, data.nbytes)
+            with on_device(self._allocation.device):
+                cuda.copy_to_device(self.ptr + at, data.ctypes.data, data.nbytes)
         else:
             self._bytes[at : at + data.nbytes] = data.view(np.uint8).reshape(-1)
 
@@ -55,7 +57,8 @@ class Memory:
         """Return a copy of elements from byte `at` on."""
         data = np.empty(count, dtype)
         if self._on_device:
-            cuda.copy_to_host(data.ctypes.data, self.ptr + at, data.nbytes)
+            with on_device(self._allocation.device):
+                cuda.copy_to_host(data.ctypes.data, self.ptr + at, data.nbytes)
         else:
             data.view(np.uint8)[:] = self._bytes[at : at + data.nbytes]
         return data
@@ -65,9 +68,11 @@ class Seat:
     """One rank: a communicator, a stream, and the buffers that its calls use."""
 
     def __init__(self, comm: pynccl.Communicator, settings: Settings, windows: bool) -> None:
-        self.comm, self.stream = comm, 0 if settings.stream_null else pynccl.Stream()
         nbytes = settings.maxbytes + _WIDEST * settings.unalign
-        self.send, self.recv = Memory(nbytes), Memory(nbytes)
+        # The threads that make seats have no current device.
+        with on_device(comm.device):
+            self.comm, self.stream = comm, 0 if settings.stream_null else pynccl.Stream()
+            self.send, self.recv = Memory(nbytes), Memory(nbytes)
         self.windows: list[pynccl.Window] = []
         self._open = ExitStack()
         for memory in (self.send, self.recv):
@@ -206,6 +211,10 @@ class World:
         return [bytes(row).rstrip(b"\0").decode(errors="replace") for row in rows]
 
     def _gather(self, mine: Array) -> Array:
+        with on_device(self.control.device):
+            return self._gather_here(mine)
+
+    def _gather_here(self, mine: Array) -> Array:
         size = self.control.size
         memory = Memory(mine.nbytes * (size + 1))
         memory.write(mine, 0)
