@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ import pytest
 from command_line import pynccl_command
 from fake_nccl import Fake
 from pynccl import testing
+
+Case = Callable[[int, int], None]
 
 SIZE = ("-b", "64", "-e", "64", "-w", "0")
 
@@ -19,6 +22,19 @@ def measured(*args: str) -> str:
     done = pynccl_command("bench", *args)
     assert done.exit_code == 0, (done.output, done.exception)
     return done.output
+
+
+def reports_memory(rank: int, nranks: int) -> None:
+    """3 MiB for a communicator, two buffers, and nothing that is kept of the measurements."""
+    for flags in ((), ("-g", "2")):
+        output = measured(
+            "all_reduce", "-b", "64K", "-e", "64K", "--iters", "2", "-c", "0", "-M", "1", *flags
+        )
+        assert (
+            "# GPU memory usage     : Initialization 3.00 MB | User-Allocated 128 KB | Collective 0.00 B "
+            "| Total  3.12 MB\n" in output
+        )
+    assert Fake().log().count("destroy") == 2 + 3
 
 
 def uses_the_devices_of_its_ranks(rank: int, nranks: int) -> None:
@@ -32,7 +48,14 @@ def uses_the_devices_of_its_ranks(rank: int, nranks: int) -> None:
     assert sorted(made) == [f"MemAlloc 64 on device {device}" for device in devices for _ in range(6)]
 
 
-@pytest.mark.parametrize("nranks", [1, 2])
-def test_devices(fake_gpus: dict[str, str], tmp_path: Path, nranks: int) -> None:
+CASES = [reports_memory, uses_the_devices_of_its_ranks]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_on_the_fake_driver(fake_gpus: dict[str, str], tmp_path: Path, case: Case) -> None:
+    testing.run(1, case, env=fake_gpus | {"FAKE_NCCL_FOLDER": str(tmp_path)})
+
+
+def test_two_ranks(fake_gpus: dict[str, str], tmp_path: Path) -> None:
     env = fake_gpus | {"FAKE_NCCL_FOLDER": str(tmp_path)}
-    testing.run(nranks, uses_the_devices_of_its_ranks, env=env)
+    testing.run(2, uses_the_devices_of_its_ranks, env=env)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import os
 import re
-import resource
 import sys
 import threading
 import time
@@ -21,10 +20,9 @@ from click.shell_completion import CompletionItem
 
 from pynccl._base.options import Integer, Number
 from pynccl._errors import NcclRemoteError, NcclTimeoutError, NotSupportedError
-from pynccl._library import loader
 from pynccl._run.command import ranks
 from pynccl._run.launch import MOST_RANKS, Job, choose_backend, launch, ranks_here
-from pynccl._tools.bench import alltoallv, pairs, plot, progress
+from pynccl._tools.bench import alltoallv, memory, pairs, plot, progress
 from pynccl._tools.bench.against import LEAST_CYCLES, Document, Earlier
 from pynccl._tools.bench.compare import Comparison
 from pynccl._tools.bench.data import OPS, TYPES, numpy_dtype
@@ -488,12 +486,10 @@ def bench(nranks: int | None, cpu: bool) -> None:
 
 def bench_ranks(operation: Operation, settings: Settings) -> int:
     """Run a program on this process's ranks; return the exit code."""
-    steps = [_resident()]
     try:
         world = World(settings, operation.windows)
         try:
-            steps.append(_resident())
-            return _run(world, operation, settings, steps)
+            return _run(world, operation, settings)
         except BaseException as error:
             world.abort()
             if isinstance(error, NcclRemoteError):
@@ -504,10 +500,8 @@ def bench_ranks(operation: Operation, settings: Settings) -> int:
         raise click.ClickException(f"{operation.name}: {error or 'out of memory'}") from error
 
 
-def _run(world: World, operation: Operation, settings: Settings, steps: list[int]) -> int:
+def _run(world: World, operation: Operation, settings: Settings) -> int:
     _require_ranks(settings, operation, world.nranks)
-    if settings.memory and loader.backend() != "cpu":
-        raise NotSupportedError("-M 1: pynccl bench reads no memory usage of devices; nvidia-smi shows it")
     lines = world.texts("\n".join(world.device_line(i) for i in range(settings.ranks_each)))
     if settings.p2p and world.nranks == 1:
         raise ValueError("--p2p with 1 rank; expected 2 or more")
@@ -532,10 +526,15 @@ def _run(world: World, operation: Operation, settings: Settings, steps: list[int
             report.fail(f"{type(error).__name__}: {error}")
         _leave_mpi()
         raise
-    steps.append(_resident())
-    memory = _memory(world, steps) if settings.memory else None
+    used = _memory(world) if settings.memory else None
     world.close()
-    return 0 if report is None else report.footer(memory)
+    return 0 if report is None else report.footer(used)
+
+
+def _memory(world: World) -> str:
+    world.usage.read()
+    amounts = world.process_rows(world.usage.amounts()).max(axis=0)
+    return memory.line(world.usage.title, [int(amount) for amount in amounts])
 
 
 def _leave_mpi() -> None:
@@ -684,34 +683,3 @@ def _next(results: SimpleQueue[BaseException | None]) -> BaseException | None:
     while True:
         with suppress(Empty):
             return results.get(timeout=0.2)
-
-
-# --- memory ---
-
-
-def _resident() -> int:
-    """Return the bytes of memory that this process has used at most."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-
-
-def _memory(world: World, steps: list[int]) -> str | None:
-    """Return nccl-tests' line; the buffers are touched, and so resident, only once they are used."""
-    before, opened, ended = steps
-    buffers = sum(memory.nbytes for seat in world.all_seats for memory in (seat.send, seat.recv))
-    rows = world.process_rows([opened - before, buffers, max(0, ended - opened - buffers)])
-    opening, buffers, running = (int(row) for row in rows.max(axis=0))
-    return (
-        f"# {'Host memory usage':<20} : Initialization {_amount(opening)} "
-        f"| User-Allocated {_amount(buffers)} | Collective {_amount(running)} "
-        f"| Total  {_amount(opening + buffers + running)}"
-    )
-
-
-def _amount(nbytes: float) -> str:
-    """Return an amount as nccl-tests writes it (getMemString)."""
-    units = [" B", " KB", " MB", " GB"]
-    while nbytes >= 1024 and len(units) > 1:
-        nbytes /= 1024
-        units.pop(0)
-    decimals = 2 if nbytes < 10 else 1 if nbytes < 100 else 0
-    return f"{nbytes:.{decimals}f}{units[0]}"

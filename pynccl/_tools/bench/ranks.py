@@ -21,12 +21,10 @@ from pynccl._device.devices import on_device
 from pynccl._errors import NcclTimeoutError
 from pynccl._library import cuda, loader
 from pynccl._memory.allocation import Allocation
+from pynccl._tools.bench.memory import DeviceUsage, HostUsage
 from pynccl._tools.bench.settings import Settings
 
 Array = np.ndarray[Any, Any]
-
-# Bytes by which the largest element may shift a buffer, for each place of -u.
-_WIDEST = 8
 
 
 class Memory:
@@ -68,7 +66,7 @@ class Seat:
     """One rank: a communicator, a stream, and the buffers that its calls use."""
 
     def __init__(self, comm: pynccl.Communicator, settings: Settings, windows: bool) -> None:
-        nbytes = settings.maxbytes + _WIDEST * settings.unalign
+        nbytes = settings.buffer_bytes
         # The threads that make seats have no current device.
         with on_device(comm.device):
             self.comm, self.stream = comm, 0 if settings.stream_null else pynccl.Stream()
@@ -98,6 +96,9 @@ class World:
         config = pynccl.Config(CTAPolicy=settings.cta_policy) if settings.cta_policy is not None else None
         each = settings.ranks_each
         alone = each == 1
+        # -M reads the memory of the devices before the communicators are there, and `init` chooses devices.
+        self._apart = bool(settings.memory) and loader.backend() != "cpu"
+        self.usage: HostUsage | DeviceUsage = HostUsage(2 * each * settings.buffer_bytes)
         self.control = pynccl.init(
             config=config if alone else None,
             device=self.device(0) if alone else None,
@@ -110,13 +111,18 @@ class World:
         self._action: Callable[[], Any] = self._meet
         self._answer: Any = None
         self.color = color(self.process)
+        if self._apart:
+            self._meet()
+            self.usage = DeviceUsage([self._chosen_device(i) for i in range(each)])
         self._comms = self._communicators(config)
+        self.usage.read()
         self.nranks = self._comms[0].size
         with ThreadPoolExecutor(each) as pool:
             self.all_seats = list(pool.map(lambda comm: Seat(comm, settings, windows), self._comms))
         self.seats = [
             self.all_seats[t * settings.ngpus : (t + 1) * settings.ngpus] for t in range(settings.nthreads)
         ]
+        self.usage.read()
 
     def _communicators(self, config: pynccl.Config | None) -> list[pynccl.Communicator]:
         each = self.settings.ranks_each
@@ -124,14 +130,19 @@ class World:
             if each > 1:
                 raise ValueError("NCCL_TESTS_SPLIT is set; expected -t 1 -g 1 with it")
             return [self.control.split(self.color, self.process)]
-        if each == 1:
+        if each == 1 and not self._apart:
             return [self.control]
         uid = pynccl.UniqueId(bytes.fromhex(self._texts(bytes(pynccl.get_unique_id()).hex())[0]))
         size, first = each * self.processes, each * self.process
 
         def create(i: int) -> pynccl.Communicator:
             return pynccl.Communicator(
-                size, uid, first + i, config=config, device=self.device(i), timeout=self.settings.watched
+                size,
+                uid,
+                first + i,
+                config=config,
+                device=self._chosen_device(i),
+                timeout=self.settings.watched,
             )
 
         with ThreadPoolExecutor(each) as pool:
@@ -147,6 +158,11 @@ class World:
             return None
         device: int = self.local * self.settings.ranks_each + i
         return device
+
+    def _chosen_device(self, i: int) -> int:
+        """Return the device of this process's rank i, also if `init` chose it."""
+        device = self.device(i)
+        return self.control.device if device is None else device
 
     # --- what threads and processes tell one another ---
 

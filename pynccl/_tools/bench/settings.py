@@ -13,6 +13,10 @@ LONGEST_WAIT = 3600
 LONG_WAIT = 30
 
 
+# Bytes by which the largest element may shift a buffer, for each place of -u.
+_WIDEST = 8
+
+
 @dataclass(frozen=True)
 class Settings:
     """nccl-tests' flags with its defaults, then pynccl's own; sizes are in bytes."""
@@ -85,6 +89,11 @@ class Settings:
     def ranks_each(self) -> int:
         """The ranks of one process."""
         return self.nthreads * self.ngpus
+
+    @property
+    def buffer_bytes(self) -> int:
+        """The bytes of a buffer; each rank has two."""
+        return self.maxbytes + _WIDEST * self.unalign
 
     @property
     def replaced(self) -> dict[str, str | None]:
