@@ -18,10 +18,11 @@ def on_a_gpu(nranks: int, *args: str) -> subprocess.CompletedProcess[str]:
     return bench(nranks, *args, "-b", "8", "-e", "1M", "-f", "128", PYNCCL_LIBRARY="auto", **shared)
 
 
+@pytest.mark.parametrize("graph", [[], ["-G", "2"]])
 @pytest.mark.parametrize("nranks", [1, 2])
 @pytest.mark.parametrize("program", ["all_reduce", "sendrecv"])
-def test_programs(nranks: int, program: str) -> None:
-    done = on_a_gpu(nranks, program, "-C", "1")
+def test_programs(nranks: int, program: str, graph: list[str]) -> None:
+    done = on_a_gpu(nranks, program, "-C", "1", *graph)
     found = lines(done)
     assert [line["wrong"] for line in found] == ["0"] * 3, done.stderr
     assert all(float(line["time"]) > 0 for line in found)

@@ -457,7 +457,16 @@ def test_a_bandwidth_that_is_required() -> None:
             "-K 2 with -n 2; expected fewer than the iterations of -n",
         ),
         (["all_reduce", "-J", "x.csv"], "expected a name that ends in .json"),
-        (["all_reduce", "-G", "1"], "pynccl bench captures no CUDA graphs"),
+        (["all_reduce", "-G", "2", "-y", "1"], "-G 2 with -y 1; expected one of them: CUDA cannot capture"),
+        (["all_reduce", "-G", "2", "-z", "2"], "-G 2 with -z 2; expected one of them: the host cannot wait"),
+        (["all_reduce", "-G", "2", "-I", "1"], "-G 2 with -I 1; expected one of them: the iterations of a"),
+        (["all_reduce", "-G", "2", "--percentiles"], "-G 2 with --percentiles; expected one of them"),
+        (
+            ["all_reduce", "-G", "2", "--compare", "gloo"],
+            "-G 2 with --compare; expected one of them: calls are",
+        ),
+        (["put_signal", "-G", "2"], "-G 2 with put_signal; expected one of them: with NCCL 2.29 a wait"),
+        (["sendrecv", "--p2p", "-G", "2"], "--p2p with -G 2; expected no -G: it has no effect there"),
         (["all_reduce", "-D", "1"], "pynccl runs no kernels of its own"),
         (["all_reduce", "-V", "0"], "expected 16, the default, not '0': it counts the CTAs of -D"),
         (["all_reduce", "-i", "0"], "-i 0 without -f"),
@@ -492,6 +501,27 @@ def test_wrong_flags(args: list[str], words: str) -> None:
     done = pynccl_command("bench", "-n", "2", *args)
     assert done.exit_code == 2
     assert words in done.output.replace("\n", " ")
+
+
+NO_GRAPHS = (
+    "all_reduce: -G 2 on the CPU library; expected a GPU: CUDA graphs need CUDA's streams, and the CPU "
+    "library has none"
+)
+
+
+@pytest.mark.parametrize("cpu", [["--cpu"], []])
+def test_graphs_on_the_cpu_library(cpu: list[str]) -> None:
+    variables = {} if cpu else {"PYNCCL_LIBRARY": "cpu"}
+    done = pynccl_command("bench", "-n", "2", *cpu, "all_reduce", "-G", "2", **variables)
+    assert done.exit_code == 2
+    assert NO_GRAPHS in " ".join(done.output.split())
+
+
+def test_graphs_on_ranks_of_a_launcher_with_the_cpu_library() -> None:
+    done = run(*PYNCCL_RUN, "-n", "2", "--no-tag", "-m", "pynccl", "bench", "all_reduce", "-G", "2")
+    assert done.returncode == 1
+    assert f"Error: {NO_GRAPHS}\n" in done.stderr
+    assert "# Using devices" not in done.stdout
 
 
 def test_ranks_within_a_rank() -> None:

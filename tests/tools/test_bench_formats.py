@@ -439,6 +439,7 @@ def test_the_defaults_are_those_of_nccl_tests() -> None:
         "unalign": 0,
         "per_iter_timing": 0,
         "per_iter_skip": 0,
+        "cudagraph": 0,
     }
     assert {name: value for name, value in asdict(Settings()).items() if name in expected} == expected
     own = {"csv", "save", "against", "tolerance", "compare", "p2p", "plot", "beside", "percentiles"}

@@ -20,9 +20,10 @@ from click.shell_completion import CompletionItem
 
 from pynccl._base.options import Integer, Number
 from pynccl._errors import NcclRemoteError, NcclTimeoutError, NotSupportedError
+from pynccl._library import loader
 from pynccl._run.command import ranks
 from pynccl._run.launch import MOST_RANKS, Job, choose_backend, launch, ranks_here
-from pynccl._tools.bench import alltoallv, memory, pairs, plot, progress
+from pynccl._tools.bench import alltoallv, graphs, memory, pairs, plot, progress
 from pynccl._tools.bench.against import LEAST_CYCLES, Document, Earlier
 from pynccl._tools.bench.compare import Comparison
 from pynccl._tools.bench.data import OPS, TYPES, numpy_dtype
@@ -157,9 +158,10 @@ _FLAGS: tuple[tuple[str, str, click.ParamType[Any], str], ...] = (
     ("unalign", "u", _choice(1 << 20), "Elements by which the buffers are shifted."),
     ("per_iter_timing", "I", _choice(1), "1: wait for each iteration and report its time."),
     ("per_iter_skip", "K", _ZERO, "Leading iterations that the summary of -I leaves out."),
+    ("cudagraph", "G", _ZERO, "Launches of a CUDA graph of the iterations, on GPUs; 0: no graph."),
 )
 _NOT_OF_PAIRS = {"agg_iters", "warmup_iters", "run_cycles", "op", "root", "blocking", "report_cputime"}
-_NOT_OF_PAIRS |= {"report_timestamps", "average", "unalign", "per_iter_timing"}
+_NOT_OF_PAIRS |= {"report_timestamps", "average", "unalign", "per_iter_timing", "cudagraph"}
 # Flags beyond nccl-tests'.
 _OWN: tuple[tuple[str, click.ParamType[Any], str], ...] = (
     ("csv", click.Path(), "Write the lines to FILE as comma-separated values."),
@@ -175,7 +177,6 @@ _BESIDE = "Draw the run of a document of --save or -J in --plot, too; may be rep
 _PERCENTILES = "Also time each iteration, and report p50 and p99."
 # Flags of nccl-tests that cannot apply, their defaults there, and why.
 _REFUSED = (
-    ("cudagraph", "G", "0", "pynccl bench captures no CUDA graphs"),
     ("device_implementation", "D", "0", "pynccl runs no kernels of its own; nccl-tests does"),
     ("device_cta_count", "V", "16", "it counts the CTAs of -D, and pynccl runs no kernels of its own"),
 )
@@ -227,8 +228,12 @@ def _ranks_to_start(ctx: click.Context) -> int | None:
     if (behind := ctx.meta.get(_N)) is not None:
         nranks = _ranks_behind(ctx, behind)
     if nranks == 0:
-        return ranks_here(choose_backend(os.environ, "cpu" if ctx.parent.params["cpu"] else "auto"))
+        return ranks_here(_environment_of_ranks(ctx.parent.params["cpu"]))
     return nranks
+
+
+def _environment_of_ranks(cpu: bool) -> dict[str, str]:
+    return choose_backend(os.environ, "cpu" if cpu else "auto")
 
 
 def _ranks_behind(ctx: click.Context, value: str) -> int:
@@ -285,7 +290,7 @@ def _program(operation: Operation) -> click.Command:
         if nranks is None:
             _choose_library()
             return bench_ranks(operation, settings)
-        _require_start(settings, operation, nranks)
+        _require_start(settings, operation, nranks, _environment_of_ranks(cpu).get("PYNCCL_LIBRARY"))
         return _launch(ctx.obj, nranks, cpu)
 
     defaults = Settings()
@@ -369,6 +374,8 @@ def _require_sense(settings: Settings, operation: Operation) -> None:
         raise click.UsageError(f"--plot: {why}")
     if settings.p2p:
         _require_pairs(settings, operation)
+    if settings.cudagraph and (why := graphs.refusal(settings, operation.windows)):
+        raise click.UsageError(why)
     if operation.windows and settings.local_register == 1:
         raise click.UsageError(f"-R 1: {operation.name} has its buffers in windows; expected 0 or 2")
 
@@ -430,9 +437,15 @@ def _require_ranks(settings: Settings, operation: Operation, nranks: int) -> Non
         alltoallv.require_sizes(nranks, settings.minbytes, settings.maxbytes)
 
 
-def _require_start(settings: Settings, operation: Operation, processes: int) -> None:
+def _require_library(settings: Settings, on_cpu: bool) -> None:
+    if settings.cudagraph and on_cpu:
+        raise ValueError(f"-G {settings.cudagraph} on the CPU library; {graphs.WITHOUT_GPU}")
+
+
+def _require_start(settings: Settings, operation: Operation, processes: int, library: str | None) -> None:
     """Refuse what the ranks would refuse, which this command starts."""
     try:
+        _require_library(settings, library == "cpu")
         groups = [color(process) for process in range(processes)]
         nranks = groups.count(groups[0]) * settings.ranks_each
         _require_ranks(settings, operation, nranks)
@@ -487,6 +500,7 @@ def bench(nranks: int | None, cpu: bool) -> None:
 def bench_ranks(operation: Operation, settings: Settings) -> int:
     """Run a program on this process's ranks; return the exit code."""
     try:
+        _require_library(settings, loader.backend() == "cpu")
         world = World(settings, operation.windows)
         try:
             return _run(world, operation, settings)

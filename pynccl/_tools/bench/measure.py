@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from pynccl._comm.prepared import Plan
+from pynccl._tools.bench import graphs
 from pynccl._tools.bench.data import TYPES, Pattern, numpy_dtype
 from pynccl._tools.bench.operations import Counts, Operation, Shape, Slot, Step
 from pynccl._tools.bench.ranks import Memory, Seat, World
@@ -93,7 +95,11 @@ class Bench:
             # Prepares the calls.
             launch(iteration, 0)
         self.world.barrier(self.thread)
-        seconds, on_host, iterations = self._time(launch, bool(settings.per_iter_timing))
+        iterations: list[float] = []
+        if settings.cudagraph:
+            seconds, on_host = self._time_graph(launch)
+        else:
+            seconds, on_host, iterations = self._time(launch, bool(settings.per_iter_timing))
         rows = self.world.rows(self.thread, [seconds])
         seconds = float([rows[0, 0], rows.mean(), rows.min(), rows.max()][settings.average])
         moved = case.operation.moved(case.shape, case.counts) / 1e9
@@ -137,6 +143,29 @@ class Bench:
         seconds = alone if settings.blocking == 3 else time.perf_counter() - begin
         return seconds / calls, on_host / calls, iterations
 
+    def _time_graph(self, launch: Callable[[int, int], None]) -> tuple[float, float]:
+        """Return the seconds of one call in a graph: until it is complete, and on the host."""
+        settings = self.settings
+
+        def iterations() -> None:
+            for iteration in range(settings.iters):
+                launch(iteration, 1)
+
+        with self._as_graph(iterations) as launch_graph:
+            self.world.barrier(self.thread)
+            begin = time.perf_counter()
+            for _ in range(settings.cudagraph):
+                launch_graph()
+            on_host = time.perf_counter() - begin
+            self._complete()
+            seconds = time.perf_counter() - begin
+        calls = settings.iters * settings.agg_iters * settings.cudagraph
+        return seconds / calls, on_host / calls
+
+    def _as_graph(self, calls: Callable[[], None]) -> AbstractContextManager[Callable[[], None]]:
+        """Return what runs calls: with -G as a graph, else one by one."""
+        return graphs.captured(self.seats, calls) if self.settings.cudagraph else nullcontext(calls)
+
     def _check(self, case: Case, in_place: bool, once: Callable[[int, int], None]) -> tuple[int, int]:
         """Return the number of wrong elements, and of threads that have some."""
         self._repetition += 1
@@ -144,8 +173,9 @@ class Bench:
         for _ in range(self.settings.check):
             pattern = Pattern(*self.pattern(case), self._repetition)
             untouched = self._fill(case, in_place, pattern)
-            once(0, 1)
-            self._complete()
+            with self._as_graph(lambda: once(0, 1)) as run:
+                run()
+                self._complete()
             here = sum(
                 self._wrong(seat, case, in_place, pattern, before)
                 for seat, before in zip(self.seats, untouched, strict=True)

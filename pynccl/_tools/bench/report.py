@@ -95,7 +95,7 @@ class Report:
         self._print(
             f"# nThread {s.nthreads} nGpus {s.ngpus} minBytes {s.minbytes} maxBytes {s.maxbytes} "
             f"step: {step}({kind}) warmup iters: {s.warmup_iters} iters: {s.iters} agg iters: {s.agg_iters} "
-            f"validation: {s.check} graph: 0 unalign: {s.unalign}"
+            f"validation: {s.check} graph: {s.cudagraph} unalign: {s.unalign}"
         )
         blocking = {
             1: "wait and barrier after each inner iteration (-m) ",
@@ -134,7 +134,7 @@ class Report:
             "iterations": s.iters,
             "aggregated_iterations": s.agg_iters,
             "validation": s.check,
-            "graph": 0,
+            "graph": s.cudagraph,
             "blocking_collectives": _flag(s.blocking),
             "per_iter_timing": _flag(s.per_iter_timing),
             "per_iter_skip": s.per_iter_skip,

@@ -49,6 +49,7 @@ class Settings:
     unalign: int = 0
     per_iter_timing: int = 0
     per_iter_skip: int = 0
+    cudagraph: int = 0
     # Files beyond nccl-tests', and percent.
     csv: str | None = None
     save: str | None = None
