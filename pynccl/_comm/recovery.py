@@ -191,7 +191,8 @@ def _require_all(core: Core, survivors: Survivors, wanted: int) -> None:
     """Raise the failure of a rank that is not there."""
     if survivors.decided != wanted:
         survivors.tell_all()
-        core.watch.raise_verdict(DEATH_MS)
+        if survivors.lack(wanted):
+            core.watch.raise_verdict(DEATH_MS)
         raise survivors.missing(wanted)
 
 
@@ -289,6 +290,8 @@ def _grow_by_agreement(core: Core, child: Core, nranks: int, call: Callable[[], 
             late = not isinstance(error, RankFailedError) and time.monotonic() > child.until - _MOMENT
             failure = _not_come(core, nranks) if late else error
             old.lose_silent()
+            if isinstance(error, NcclTimeoutError):
+                old.leave_out(error.ranks)
         made = old.agree(0 if failure else MADE).flags & MADE
         old.linger()
         if made and old.decided == everybody:

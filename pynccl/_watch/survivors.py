@@ -210,7 +210,7 @@ class Survivors:
             lost=self.lost,
             flags=flags | (0 if self._can_mislead() else HEARD),
             quorum=self.quorum,
-            tell_excluded=self.final,
+            tell_excluded=self.final or self.kind == GROWING,
         )
         self.states.append(state)
         self.out[number] = out
@@ -256,10 +256,8 @@ class Survivors:
 
     def _must_be_in(self, view: View) -> None:
         if view.excluded >> self.me & 1 or not agreement.members(view, self.me) >> self.me & 1:
-            raise self._failure(
-                f"the other ranks excluded this one, {self.me} of {self.size}",
-                1 << self.me,
-            )
+            did = "did not wait for" if self.kind == GROWING else "excluded"
+            raise self._failure(f"the other ranks {did} this one, {self.me} of {self.size}", 1 << self.me)
 
     def _overruled(self) -> RankFailedError:
         return self._failure(
@@ -286,7 +284,8 @@ class Survivors:
         who = silent or awaited
         why = "did not respond" if silent else "did not take part"
         # A rank that only other ranks exclude hears nothing from them.
-        hint = "" if silent or self.final or not self.excluded else "; exclude may differ between the ranks"
+        differs = self.kind == LEAVING_OUT and self.excluded and not silent
+        hint = "; exclude may differ between the ranks" if differs else ""
         return self._failure(
             f"{self.doing} the communicator: {_ranks(who)} {why} within "
             f"{self.watch.timeout or SECONDS:g} s{hint}",
@@ -404,12 +403,18 @@ class Survivors:
         if any(which == len(self.states) and not said.view.flags & MADE for _, which, said in self.early):
             raise self.other_failure()
 
+    def lack(self, wanted: int) -> bool:
+        """Tell whether some of these ranks were lost."""
+        return bool(wanted & ~self.decided & (self.lost | ~self.excluded))
+
     def missing(self, wanted: int) -> NcclError:
         """Return the error of ranks that were lost meanwhile, or that only other ranks exclude."""
         gone, left = wanted & ~self.decided, self.decided
-        if gone & self.excluded & ~self.lost:
+        if excluded := gone & self.excluded & ~self.lost:
+            if self.kind == GROWING:
+                return self._late(excluded)
             return CollectiveMismatchError(
-                f"{self.doing} the communicator: this rank does not exclude {_ranks(gone & self.excluded)}, "
+                f"{self.doing} the communicator: this rank does not exclude {_ranks(excluded)}, "
                 "another rank does; expected the same exclude on all ranks",
                 rank=self.me,
                 size=self.size,
@@ -472,6 +477,10 @@ class Survivors:
         """Count survivors that have sent no heartbeat for a while as lost."""
         fates = self._fates()
         self.lost |= set_of(r for r in ranks_in(self.decided) if fates[r] & _SILENT)
+
+    def leave_out(self, late: Iterable[int]) -> None:
+        """Do not wait for ranks that are late; they are told."""
+        self.excluded |= set_of(late) & self.decided & ~(1 << self.me)
 
     def tell_all(self) -> None:
         """Stay until every rank that can be reached has begun: it then gets this rank's newest message."""

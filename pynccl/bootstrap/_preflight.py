@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from pynccl import capi
 from pynccl._base import host
 from pynccl._base.values import rank_list
-from pynccl._errors import BootstrapError, NcclError, RankFailedError
+from pynccl._errors import BootstrapError, NcclError, NcclTimeoutError, RankFailedError
 from pynccl._library import cuda, features, loader
 from pynccl._library.binding import lib
 from pynccl._types import UniqueId
@@ -55,16 +55,20 @@ class Facts(NamedTuple):
 class Failure(NamedTuple):
     """The reason why no communicator is created: a text, and the ranks that died or do not respond.
 
-    With `asks`, the time-out of a rank: each rank has to answer, and the verdict follows.
+    With `asks`, the time-out of a rank: each rank has to answer, and the verdict follows. `late`: the ranks
+    for which a rank that timed out waited.
     """
 
     text: str
     dead: tuple[int, ...] = ()
     asks: bool = False
+    late: tuple[int, ...] = ()
 
     def error(self) -> NcclError:
         """Return the exception that every rank raises."""
-        return RankFailedError(self.text, ranks=self.dead) if self.dead else BootstrapError(self.text)
+        if self.dead:
+            return RankFailedError(self.text, ranks=self.dead)
+        return NcclTimeoutError(self.text, ranks=self.late) if self.late else BootstrapError(self.text)
 
 
 class Arrival(NamedTuple):
@@ -102,7 +106,8 @@ def failure_of(rank: int, size: int, error: BaseException) -> Failure:
         return Failure(str(error)[:_LONGEST_TEXT], tuple(error.ranks))
     if isinstance(error, NcclError) and error.relayed:
         return Failure(str(error)[:_LONGEST_TEXT])
-    return Failure(f"rank {rank} of {size} failed: {describe(error)}")
+    late = tuple(error.ranks) if isinstance(error, NcclTimeoutError) else ()
+    return Failure(f"rank {rank} of {size} failed: {describe(error)}", late=late)
 
 
 def failure_of_rank_0(size: int, error: BaseException) -> Failure:
@@ -157,7 +162,10 @@ def unpack_failure(data: bytes) -> Failure:
 
 
 def _failure(said: Any) -> Failure | None:
-    return None if said is None else Failure(str(said[0]), tuple(map(int, said[1])), bool(said[2]))
+    if said is None:
+        return None
+    text, dead, asks, late = said
+    return Failure(str(text), tuple(map(int, dead)), bool(asks), tuple(map(int, late)))
 
 
 @contextmanager

@@ -484,3 +484,43 @@ def test_an_old_rank_does_not_grow() -> None:
         assert (kind, ranks) == ("RankFailedError", [1])
         assert text == "growing the communicator: rank 1 did not take part within 3 s"
         assert took < 3 + SOON
+
+
+def is_slow_while_it_grows(rank: int, nranks: int, folder: str) -> Outcome | None:
+    """Rank 1 takes its time before it opens the control channel with the new rank, the last one."""
+    old = nranks - 1
+    if rank == old:
+        with pytest.raises(NcclError):
+            Communicator.join(nranks, read_id(folder, "first"), rank, timeout=10)
+        with Communicator.join(nranks, read_id(folder, "second"), rank, timeout=10) as large:
+            assert total(large) == nranks
+        return None
+    comm = pynccl.init(rank=rank, world_size=old, timeout=3)
+    exchange = capi.pyncclCpuExchange
+
+    def slow(*args: Any) -> None:
+        hear("told")
+        setattr(capi, "pyncclCpuExchange", exchange)  # noqa: B010
+        exchange(*args)
+
+    if rank == 1:
+        setattr(capi, "pyncclCpuExchange", slow)  # noqa: B010
+    uid = shared_id(comm, folder, "first")
+    came = outcome(lambda: comm.grow(nranks, uid))
+    if rank == 2:
+        tell("told")
+    together(old, "over")
+    assert total(comm) == old
+    with comm, comm.grow(nranks, shared_id(comm, folder, "second")) as large:
+        assert total(large) == nranks
+    return came
+
+
+def test_an_old_rank_is_slow_while_it_grows(tmp_path: Path) -> None:
+    """All name it, and so does the rank itself; the others do not wait for it again, and can grow later."""
+    first, slow, third, _ = run(4, is_slow_while_it_grows, str(tmp_path), backend="cpu", timeout=40)
+    for kind, ranks, text, took in (first, third):
+        assert (kind, ranks) == ("RankFailedError", [1])
+        assert text == "growing the communicator: rank 1 did not take part within 3 s"
+        assert took < 3 + SOON
+    assert slow[:3] == ("RankFailedError", [1], "the other ranks did not wait for this one, 1 of 3")

@@ -26,7 +26,7 @@ from init_methods import Plain, meet
 from launchers import forget_the_launcher
 from meeting import free_port, hear, leave_descriptors, starved, store, tell, together, until
 from pynccl import BootstrapError, capi, testing
-from pynccl._watch import watchdog
+from pynccl._watch import channel, watchdog
 from pynccl.bootstrap import Store, StoreServer, _store
 from pynccl.bootstrap._exchange import Round
 from pynccl.bootstrap._keys import ObjectKeys
@@ -768,6 +768,35 @@ def test_stopped_in_the_creation(kind: str, function: str, tmp_path: Path) -> No
     assert isinstance(stopped, testing.RankError)
     assert first == last
     assert first.startswith("RankFailedError: rank 1 did not respond while the communicator was created")
+
+
+def is_slow_in_the_creation(
+    rank: int, nranks: int, kind: str, where: str, port: int
+) -> tuple[str, list[int]]:
+    """Rank 1 takes its time before it opens the control channel, and answers the others meanwhile."""
+    connect = channel.connect
+
+    def slow(*args: Any) -> Any:
+        until(Path(where, "failed").exists)
+        return connect(*args)
+
+    if rank == 1:
+        setattr(channel, "connect", slow)  # noqa: B010
+    with pytest.raises(pynccl.NcclTimeoutError) as caught:
+        pynccl.init(method_of(kind, where, port), timeout=3)
+    if rank == 2:
+        Path(where, "failed").touch()
+    return str(caught.value), caught.value.ranks
+
+
+@pytest.mark.parametrize("kind", METHODS)
+def test_slow_in_the_creation(kind: str, tmp_path: Path) -> None:
+    """All ranks name it alike, and so does the rank itself."""
+    for text, ranks in testing.run(
+        3, is_slow_in_the_creation, kind, str(tmp_path), free_port(), backend="cpu", timeout=40
+    ):
+        assert "timed out while it waited for rank 1 to open the control channel" in text
+        assert ranks == [1]
 
 
 def with_far_too_many(rank: int, nranks: int, method: str) -> str:
