@@ -440,22 +440,25 @@ def test_a_new_rank_does_not_come(how: str, fresh: int, tmp_path: Path) -> None:
 @on_ranks(1)
 def test_a_rank_that_comes_too_late_to_grow(rank: int, nranks: int) -> None:
     """It learns at once that the others have given up, and not that it is missing itself."""
-    late = "this rank joined too late, and needs a new unique id: timed out after 0.2 s: 1 of 2 ranks joined"
+    # A rank gives the library what is left of its time.
+    late = "this rank joined too late, and needs a new unique id: timed out after 0[.][12].* s: 1 of 2 ranks"
     with pynccl.init(timeout=0.2) as comm:
         uid = comm.get_unique_id()
         with pytest.raises(NcclTimeoutError, match="new rank 1 did not join within 0.2 s") as caught:
             comm.grow(2, uid)
         assert caught.value.ranks == [1]
-        with pytest.raises(NcclTimeoutError, match=f"rank 1 of 2: {late}, missing rank 1"):
+        with pytest.raises(NcclTimeoutError, match=f"rank 1 of 2: {late} joined, missing rank 1"):
             Communicator.join(2, uid, 1, timeout=30)
         uid = comm.get_unique_id()
-        with pytest.raises(NcclTimeoutError, match="rank 1 of 2: timed out after 0.2 s: .*, missing rank 0"):
+        with pytest.raises(
+            NcclTimeoutError, match="rank 1 of 2: timed out after 0[.][12].* s: .*, missing rank 0"
+        ):
             Communicator.join(2, uid, 1, timeout=0.2)
     with pynccl.init(timeout=30) as comm:
         uid = comm.get_unique_id()
         with pytest.raises(NcclTimeoutError):
             Communicator.join(2, uid, 1, timeout=0.2)
-        with pytest.raises(NcclTimeoutError, match=f"rank 0 of 2: {late}, missing rank 0"):
+        with pytest.raises(NcclTimeoutError, match=f"rank 0 of 2: {late} joined, missing rank 0"):
             comm.grow(2, uid)
 
 

@@ -166,16 +166,25 @@ def refuses_graphs_on_the_null_stream(rank: int, nranks: int) -> None:
 
 
 def reports_memory(rank: int, nranks: int) -> None:
+    memory_is_reported(communicators=2)
+
+
+def reports_memory_of_two_devices(rank: int, nranks: int) -> None:
+    memory_is_reported("-g", "2", communicators=3)
+
+
+def reports_memory_beside_a_graph(rank: int, nranks: int) -> None:
+    memory_is_reported("-G", "2", communicators=2)
+
+
+def memory_is_reported(*flags: str, communicators: int) -> None:
     """3 MiB for a communicator, two buffers, and nothing that is kept of the measurements."""
-    for flags in ((), ("-g", "2"), ("-G", "2")):
-        output = measured(
-            "all_reduce", "-b", "64K", "-e", "64K", "--iters", "2", "-c", "0", "-M", "1", *flags
-        )
-        assert (
-            "# GPU memory usage     : Initialization 3.00 MB | User-Allocated 128 KB | Collective 0.00 B "
-            "| Total  3.12 MB\n" in output
-        )
-    assert Fake().log().count("destroy") == 2 + 3 + 2
+    output = measured("all_reduce", "-b", "64K", "-e", "64K", "--iters", "2", "-c", "0", "-M", "1", *flags)
+    assert (
+        "# GPU memory usage     : Initialization 3.00 MB | User-Allocated 128 KB | Collective 0.00 B "
+        "| Total  3.12 MB\n" in output
+    ), output
+    assert Fake().log().count("destroy") == communicators
 
 
 def uses_the_devices_of_its_ranks(rank: int, nranks: int) -> None:
@@ -197,6 +206,8 @@ CASES = [
     meets_before_the_launches,
     refuses_graphs_on_the_null_stream,
     reports_memory,
+    reports_memory_beside_a_graph,
+    reports_memory_of_two_devices,
     uses_the_devices_of_its_ranks,
 ]
 
