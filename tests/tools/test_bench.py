@@ -711,6 +711,21 @@ def test_files_stay_as_they_were_after_a_failure(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [saved]
 
 
+def test_only_a_file_is_replaced(tmp_path: Path) -> None:
+    file, link, pipe = tmp_path / "file", tmp_path / "link.png", tmp_path / "pipe"
+    file.write_text("an older one")
+    link.symlink_to(file)
+    os.mkfifo(pipe)
+    # Replacing /dev/stdout or /dev/null would take it from all programs of the machine.
+    for flag, path in (("--save", link), ("--plot", link), ("--csv", pipe)):
+        refused = pynccl_command("bench", "-n", "2", *QUICK, flag, str(path))
+        assert (refused.exit_code, refused.stdout) == (2, "")
+        assert f"{flag} {path} cannot be written: it is a link, a device or a pipe" in refused.stderr
+    assert link.is_symlink()
+    assert pipe.is_fifo()
+    assert sorted(tmp_path.iterdir()) == [file, link, pipe]
+
+
 def test_percentiles(tmp_path: Path) -> None:
     table, saved = tmp_path / "table.csv", tmp_path / "saved.json"
     args = [*QUICK, "-N", "2", "--percentiles", "--csv", str(table), "--save", str(saved)]

@@ -35,6 +35,10 @@ class Replacement:
         self.path = path
         if Path(path).is_dir():
             raise ValueError(f"{flag} {path} cannot be written: it is a folder")
+        if os.path.islink(path) or (os.path.exists(path) and not os.path.isfile(path)):
+            # For root, to replace it would remove /dev/stdout or /dev/null.
+            why = "it is a link, a device or a pipe; expected a file"
+            raise ValueError(f"{flag} {path} cannot be written: {why}")
         self.file, self._name = open_new(path, flag, ".part")
 
     def write(self, data: bytes) -> None:
