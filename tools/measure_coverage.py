@@ -62,6 +62,7 @@ TESTS = (
     "tests/store/test_store.py",
     "tests/init/test_init.py",
     "tests/tools/test_bench.py",
+    "tests/tools/test_bench_devices.py",
     "tests/tools/test_doctor.py",
     "tests/tools/test_ras.py",
     "tests/tools/test_ras_server.py",
