@@ -1067,6 +1067,36 @@ def test_an_interrupt_leaves_a_clean_terminal() -> None:
     assert written.endswith("\x1b[?25h")
 
 
+@pytest.mark.parametrize("milliseconds", [0, 10, 20, 30, 40, 60])
+def test_an_interrupt_while_communicators_are_created(milliseconds: int) -> None:
+    """The threads that create those of one process wait for each other."""
+    command = [
+        sys.executable,
+        "-m",
+        "pynccl",
+        "bench",
+        "all_reduce",
+        "-g",
+        "4",
+        "-b",
+        "8",
+        "-e",
+        "8",
+        "-N",
+        "0",
+    ]
+    with piped(command, env=environment(PYNCCL_LIBRARY="auto")) as process:
+        try:
+            assert process.stderr is not None
+            assert "no NVIDIA driver found" in process.stderr.readline()
+            time.sleep(milliseconds / 1000)
+            process.send_signal(signal.SIGINT)
+            process.communicate(timeout=30)
+        finally:
+            process.kill()
+    assert process.returncode in (-signal.SIGINT, 128 + signal.SIGINT)
+
+
 # --- launchers and ends ---
 
 

@@ -676,16 +676,17 @@ def _on_other_threads(nthreads: int, body: Callable[[int], None], on_error: Call
             ended.put(None)
 
     threads = [threading.Thread(target=guarded, args=(t,)) for t in range(nthreads)]
-    for thread in threads:
-        thread.start()
     try:
+        for thread in threads:
+            thread.start()
         results = [_next(ended) for _ in threads]
     except KeyboardInterrupt:
         on_error()
         raise
     finally:
         for thread in threads:
-            thread.join()
+            if thread.ident is not None:
+                thread.join()
     for error in results:
         if error is not None:
             raise error

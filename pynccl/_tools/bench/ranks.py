@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import os
+import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
-from typing import Any
+from contextlib import ExitStack, contextmanager
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -25,6 +26,29 @@ from pynccl._tools.bench.memory import DeviceUsage, HostUsage
 from pynccl._tools.bench.settings import Settings
 
 Array = np.ndarray[Any, Any]
+T = TypeVar("T")
+
+
+@contextmanager
+def _interrupted_later() -> Iterator[None]:
+    """Raise the KeyboardInterrupt of a Ctrl-C at the end of a block, not inside it."""
+    seen: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: seen.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if seen:
+        raise KeyboardInterrupt
+
+
+def _on_threads(count: int, work: Callable[[int], T]) -> list[T]:
+    """Return what `work` returns for each number below `count`, on a thread each."""
+    with ThreadPoolExecutor(count) as pool:
+        # Those that have begun wait for the others.
+        with _interrupted_later():
+            begun = [pool.submit(work, i) for i in range(count)]
+        return [each.result() for each in begun]
 
 
 class Memory:
@@ -117,8 +141,7 @@ class World:
         self._comms = self._communicators(config)
         self.usage.read()
         self.nranks = self._comms[0].size
-        with ThreadPoolExecutor(each) as pool:
-            self.all_seats = list(pool.map(lambda comm: Seat(comm, settings, windows), self._comms))
+        self.all_seats = _on_threads(each, lambda i: Seat(self._comms[i], settings, windows))
         self.seats = [
             self.all_seats[t * settings.ngpus : (t + 1) * settings.ngpus] for t in range(settings.nthreads)
         ]
@@ -145,8 +168,7 @@ class World:
                 timeout=self.settings.watched,
             )
 
-        with ThreadPoolExecutor(each) as pool:
-            return list(pool.map(create, range(each)))
+        return _on_threads(each, create)
 
     def device(self, i: int) -> int | None:
         """Return the device of this process's rank i."""
