@@ -4,6 +4,7 @@
 #include <fcntl.h>
 #include <signal.h>
 #include <stdio.h>
+#include <sys/prctl.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
@@ -406,6 +407,7 @@ static void pynccl_call_earlier_in_a_copy(int number, siginfo_t* info, void* con
     pynccl_call_earlier(number, info, context);
   } else if (!copy) {
     const struct rlimit none = {0, 0};
+    prctl(PR_SET_PDEATHSIG, SIGKILL);
     setrlimit(RLIMIT_CORE, &none);
     signal(SIGSEGV, SIG_DFL);
     signal(SIGBUS, SIG_DFL);
