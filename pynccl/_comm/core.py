@@ -38,7 +38,7 @@ from pynccl._memory.window import Windows
 from pynccl._trace import recorder
 from pynccl._trace.callers import Place, called_from, caller, caller_line
 from pynccl._watch import check_mode
-from pynccl._watch.watchdog import Look, Watch
+from pynccl._watch.watchdog import Look, Watch, awaited_ranks
 
 T = TypeVar("T")
 
@@ -435,7 +435,7 @@ class Core:
         """Return the ranks for which calls of this rank wait; "" if the library does not tell."""
         if not self.waits:
             return ""
-        late = [rank for rank in range(self.size) if capi.pyncclCpuIsAwaited(self.live(), rank)]
+        late = awaited_ranks(self.live(), self.size)
         return rank_list(late) if late else ""
 
     def _wait_for_all(self, timeout: float | None) -> None:

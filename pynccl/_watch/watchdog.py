@@ -80,6 +80,11 @@ def _thread() -> Iterator[NcclSystemError | None]:
             lib.pynccl_watch_unreserve()
 
 
+def awaited_ranks(comm: int, size: int) -> list[int]:
+    """Return the ranks of a communicator of the CPU library for which its calls wait."""
+    return [rank for rank in range(size) if capi.pyncclCpuIsAwaited(comm, rank)]
+
+
 class Watch:
     """The watchdog of one communicator, given by its C struct and its device.
 
@@ -360,9 +365,7 @@ class Watch:
             capi.ncclAllGather(mine, pointer, size, int(DataType.UINT8), live(), stream)
         wait = streams.wait_cpu if self.c.waits else streams.wait_cuda
         if not (streams.wait_ready(live, deadline) and wait(live, stream, deadline)):
-            late = [
-                rank for rank in range(self.size) if self.c.waits and capi.pyncclCpuIsAwaited(live(), rank)
-            ]
+            late = awaited_ranks(live(), self.size) if self.c.waits else []
             who = rank_list(late) if late else "the other ranks"
             raise NcclTimeoutError(
                 f"rank {self.rank} of {self.size} timed out while it waited for {who} to open the control "
