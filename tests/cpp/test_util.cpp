@@ -307,7 +307,7 @@ TEST_CASE("param typed getters") {
   CHECK(ncclParamGetU8(bind("PYNCCL_CPU_TIMEOUT"), &u8) == ncclSuccess);
   CHECK(u8 == 2);
   CHECK_FAILS(ncclParamGetI32(bind("NCCL_DEBUG"), &i32), ncclInvalidArgument, "NCCL_DEBUG is a string");
-  CHECK_FAILS(ncclParamGetI32(nullptr, &i32), ncclInvalidArgument, "ncclParamGetI32 : h argument is NULL");
+  CHECK_FAILS(ncclParamGetI32(nullptr, &i32), ncclInvalidArgument, "ncclParamGetI32: h argument is NULL");
   CHECK_FAILS(ncclParamGetI32(ring, nullptr), ncclInvalidArgument, "out argument is NULL");
   auto strange = reinterpret_cast<ncclParamHandle_t>(&i32);
   CHECK_FAILS(ncclParamGetI32(strange, &i32), ncclInvalidArgument, "not one that ncclParamBind gave");
