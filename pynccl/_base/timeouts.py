@@ -11,6 +11,8 @@ from typing import Any
 
 # The longest time-out in seconds: clocks, sockets and polls accept it, and it is as good as none.
 LONGEST = 1e9
+# Seconds after which a rank logs, once, which ranks it waits for while the ranks meet.
+LATE = 30.0
 
 
 def check_timeout(timeout: Any, *, zero: bool = False, optional: bool = True) -> float | None:

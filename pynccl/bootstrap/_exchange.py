@@ -6,11 +6,15 @@ the id was published. With keys in pynccl's own store, every rank also learns of
 
 from __future__ import annotations
 
+import logging
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Protocol
 
+from pynccl._base import timeouts
+from pynccl._base.values import rank_list
 from pynccl._errors import BootstrapError, NcclError, NcclTimeoutError
 from pynccl.bootstrap._keys import Keys
 from pynccl.bootstrap._preflight import (
@@ -40,6 +44,8 @@ _LOOK = 0.5
 _POLL = 0.1
 # Seconds that a rank has to answer another whose time-out has passed.
 ANSWER = 1.0
+
+log = logging.getLogger("pynccl")
 
 
 class Exchange(Protocol):
@@ -90,6 +96,8 @@ class Round:
         self.prefix = f"init/{name}/"
         # The ranks that may come: more than `size` if one has a larger world_size.
         self._coming = size
+        # The time at which it logs the ranks that it waits for.
+        self._tells_at = time.monotonic() + timeouts.LATE
         # The numbers of later rounds, if the keys outlive processes: a script may run several programs.
         self.later = later
         # Called on rank 0 after every rank has arrived.
@@ -195,6 +203,8 @@ class Round:
                 continue
             if failure is not None:
                 raise failure.error()
+            if time.monotonic() >= self._tells_at:
+                self._tell_who_is_late()
             if end:
                 # It may have written the value before.
                 with suppress(TimeoutError):
@@ -251,14 +261,29 @@ class Round:
             raise BootstrapError(f"rank {self.rank} has world_size {self.size}, rank 0 has {answer.size}")
         return answer
 
+    def _tell_who_is_late(self) -> None:
+        self._tells_at = math.inf
+        if self.rank == 0:
+            late, _ = self._missing()
+        else:
+            late = [] if self._has("arrival", 0) else [0]
+        if late:
+            text = "pynccl.init: rank %d of %d has waited %g s at %s for %s"
+            log.warning(text, self.rank, self.size, timeouts.LATE, self.keys.where, rank_list(late))
+
     def _absent(self) -> BootstrapError:
+        missing, looked = self._missing()
+        return absent(self.rank, self.size, missing, self.keys.where, self.refused(), looked=looked)
+
+    def _missing(self) -> tuple[list[int], int]:
+        """Return the ranks that have not arrived, and how many it has looked for."""
         # Every look is a round trip: a wrong world_size must not take more than the margin.
         until, missing, looked = time.monotonic() + _MARGIN, list[int](), 0
         while looked < self.size and time.monotonic() < until:
             if not self._has("arrival", looked):
                 missing.append(looked)
             looked += 1
-        return absent(self.rank, self.size, missing, self.keys.where, self.refused(), looked=looked)
+        return missing, looked
 
     def _has(self, kind: str, rank: int, timeout: float = 0.0) -> bool:
         return self._is_set(f"{kind}/{rank}", timeout)

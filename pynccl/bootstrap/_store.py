@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import errno
+import logging
+import math
 import os
 import secrets
 import socket
@@ -18,6 +20,7 @@ from contextlib import closing, suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from pynccl._base import timeouts
 from pynccl._base.timeouts import check_timeout
 from pynccl._base.values import check_int, check_list, check_text
 from pynccl._errors import BootstrapError
@@ -34,6 +37,8 @@ from pynccl.bootstrap._server import resolve_job
 
 if TYPE_CHECKING:
     from pynccl._secure.noise import Session
+
+log = logging.getLogger("pynccl")
 
 # Seconds that the answer to a wait may be late: the server's tick and the network.
 _MARGIN = 0.5
@@ -424,7 +429,7 @@ class Store:
         """Connect and authenticate; retry until the server listens."""
         start = time.monotonic()
         deadline = start + timeout
-        delay = 0.01
+        delay, late = 0.01, start + timeouts.LATE
         while True:
             try:
                 return self._attempt(deadline, more=more)
@@ -442,6 +447,10 @@ class Store:
                     raise (StoreLost if gone else BootstrapError)(
                         f"no store answered at {self.address} within {seconds:.3g} s: {error}"
                     ) from error
+                if time.monotonic() >= late:
+                    late = math.inf
+                    text = "no store has answered at %s for %g s: %s; this process goes on trying for %.3g s"
+                    log.warning(text, self.address, timeouts.LATE, error, _left(deadline))
             time.sleep(min(delay, _left(deadline)))
             delay = min(2 * delay, 0.5)
 

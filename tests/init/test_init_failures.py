@@ -23,9 +23,10 @@ import pytest
 import pynccl
 from conftest import clean_environment
 from init_methods import Plain, meet
-from launchers import forget_the_launcher
+from launchers import forget_the_launcher, logged
 from meeting import free_port, hear, leave_descriptors, starved, store, tell, together, until
 from pynccl import BootstrapError, capi, testing
+from pynccl._base import timeouts
 from pynccl._watch import channel, watchdog
 from pynccl.bootstrap import Store, StoreServer, _store
 from pynccl.bootstrap._exchange import Round
@@ -74,6 +75,28 @@ def test_late(rank: int, nranks: int, kind: str, tmp_path: Path, port: int, late
         time.sleep(0.6)
     with pynccl.init(method, timeout=15) as comm:
         assert (comm.all_reduce(np.ones(2)) == nranks).all()
+
+
+@pytest.mark.parametrize("kind", METHODS)
+@pytest.mark.parametrize("late", [0, 1])
+@on_ranks(2)
+def test_a_late_rank_is_logged(
+    rank: int, nranks: int, kind: str, tmp_path: Path, port: int, late: int
+) -> None:
+    """A rank that has waited long while the ranks meet logs once for whom."""
+    timeouts.LATE, lines = 0.3, logged()
+    method = method_of(kind, str(tmp_path), port)
+    if rank == late:
+        time.sleep(2)
+    pynccl.init(method, timeout=15).destroy()
+    waits = [line for line in lines if line.startswith("WARNING")]
+    if rank == late:
+        assert waits == []
+    elif late == 0 and kind in ("master", "tcp"):
+        assert re.fullmatch(rf"WARNING no store has answered at .*:{port} for 0.3 s: .*", "\n".join(waits))
+    else:
+        text = rf"WARNING pynccl.init: rank {rank} of 2 has waited 0.3 s at .* for rank {late}"
+        assert re.fullmatch(text, "\n".join(waits))
 
 
 def stop_rank_0(folder: str, others: tuple[int, ...]) -> int:
