@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -107,6 +108,8 @@ def trace(
         raise click.UsageError(f"--address {address}: expected --live, too")
     if timeout is not None and not live:
         raise click.UsageError(f"--timeout {timeout:g}: expected --live, too")
+    if html is not None and chrome is not None and os.path.abspath(html) == os.path.abspath(chrome):
+        raise click.UsageError(f"--html and --chrome are both {html}; expected different files")
     try:
         if live:
             dumps, text = _live(files, address, TIMEOUT if timeout is None else timeout)

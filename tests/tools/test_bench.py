@@ -443,6 +443,7 @@ def test_a_bandwidth_that_is_required() -> None:
         (["all_reduce", "-b", "9" * 15], f"-b {'9' * 15} is more than -e 33554432, its default; expected"),
         (["all_reduce", "-b", "9999999G"], "expected at most 1048576G, not '9999999G'"),
         (["all_reduce", "--tolerance", "nan"], "'--tolerance': nan is not in the range"),
+        (["all_reduce", "-J", ""], "-J '': expected a name that ends in .json"),
         (["all_reduce", "--csv", "x", "--save", "x"], "--csv are both x; expected different files"),
         (["all_reduce", "--beside", "x.json"], "--beside without a --plot of lines; expected --plot"),
         (["all_reduce", "-n", "0"], "'-n'"),

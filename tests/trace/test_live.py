@@ -116,6 +116,7 @@ def test_nothing_to_ask(tmp_path: Path) -> None:
         (["--timeout", "3", "traces"], "--timeout 3: expected --live, too"),
         (["--html", "", "traces"], "'--html': expected the name of a file, not ''"),
         (["--chrome", "", "traces"], "'--chrome': expected the name of a file, not ''"),
+        (["--html", "x", "--chrome", "./x", "traces"], "are both x; expected different files"),
         (["--live", "--address", "nowhere"], "nowhere"),
         (["--live", "--timeout", "0"], "0"),
         (["--live", "--timeout", "nan"], "nan is not in the range 0<x<=86400"),

@@ -355,14 +355,15 @@ def _require_sense(settings: Settings, operation: Operation) -> None:
         raise click.UsageError(
             f"-K {settings.per_iter_skip} with -n {settings.iters}; expected fewer than the iterations of -n"
         )
-    if settings.output_file and not settings.output_file.lower().endswith(".json"):
-        raise click.UsageError(f"-J {settings.output_file}: expected a name that ends in .json")
+    document = settings.output_file
+    if document is not None and not document.lower().endswith(".json"):
+        raise click.UsageError(f"-J {document or repr(document)}: expected a name that ends in .json")
     if settings.against and settings.run_cycles < LEAST_CYCLES:
         raise click.UsageError(
             f"--against with -N {settings.run_cycles}; expected {LEAST_CYCLES} or more cycles, whose spread "
             "is the noise"
         )
-    files = {"-J": settings.output_file, **settings.replaced}
+    files = {"-J": document, **settings.replaced}
     for flag, name in files.items():
         twin = next((other for other, path in files.items() if path == name and other != flag), None)
         if name is not None and twin is not None:
