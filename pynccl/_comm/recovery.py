@@ -215,10 +215,21 @@ def _create(core: Core, survivors: Survivors, by_library: bool, ends: bool, conf
     def call() -> int:
         if by_library:
             return _when_made(core, _shrink_by_library(core, excluded, ends, config))
-        return capi.ncclCommInitRankConfig(len(ranks), uid, ranks.index(core.rank), config)
+        with _renumbered(ranks):
+            return capi.ncclCommInitRankConfig(len(ranks), uid, ranks.index(core.rank), config)
 
     create(child, SHRINK.function, call, core.device, survivors.look)
     return child
+
+
+@contextmanager
+def _renumbered(ranks: Sequence[int]) -> Iterator[None]:
+    """Give an error the numbers that the new communicator's ranks have in the parent."""
+    try:
+        yield
+    except (NcclTimeoutError, RankFailedError) as error:
+        error.ranks = [ranks[rank] for rank in error.ranks]
+        raise
 
 
 def _when_made(core: Core, handle: int) -> int:
@@ -288,10 +299,11 @@ def _grow_by_agreement(core: Core, child: Core, nranks: int, call: Callable[[], 
         except NcclError as error:
             # The time-outs of the old ranks end within a moment; one of them hears of another's.
             late = not isinstance(error, RankFailedError) and time.monotonic() > child.until - _MOMENT
-            failure = _not_come(core, nranks) if late else error
+            behind = error.ranks if isinstance(error, NcclTimeoutError) else []
+            late = late and all(rank >= core.size for rank in behind)
+            failure = _not_come(core, nranks, behind) if late else error
             old.lose_silent()
-            if isinstance(error, NcclTimeoutError):
-                old.leave_out(error.ranks)
+            old.leave_out(behind)
         made = old.agree(0 if failure else MADE).flags & MADE
         old.linger()
         if made and old.decided == everybody:
@@ -303,14 +315,15 @@ def _grow_by_agreement(core: Core, child: Core, nranks: int, call: Callable[[], 
     raise failure or old.other_failure()
 
 
-def _not_come(core: Core, nranks: int) -> NcclTimeoutError:
+def _not_come(core: Core, nranks: int, missing: Sequence[int]) -> NcclTimeoutError:
+    """Return the error for new ranks of which some are missing; only the CPU library tells which."""
     fresh = range(core.size, nranks)
-    who = f"new rank {fresh[0]}" if len(fresh) == 1 else f"not all of the new ranks {list(fresh)}"
-    did = "did not join" if len(fresh) == 1 else "joined"
+    known = missing or (fresh if len(fresh) == 1 else ())
+    some = f"rank {known[0]}" if len(known) == 1 else f"ranks {list(known or fresh)}"
+    who = f"new {some} did not join" if known else f"not all of the new {some} joined"
     return NcclTimeoutError(
-        f"growing the communicator: {who} {did} within {core.timeout or SECONDS:g} s",
-        # Of several, nobody knows which have come.
-        ranks=list(fresh) if len(fresh) == 1 else [],
+        f"growing the communicator: {who} within {core.timeout or SECONDS:g} s",
+        ranks=known,
         function=GROW.function,
         rank=core.rank,
         size=core.size,

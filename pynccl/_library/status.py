@@ -10,6 +10,7 @@ from pynccl._errors import (
     NcclError,
     NcclUnhandledCudaError,
     NotSupportedError,
+    RankFailedError,
     error_class,
 )
 from pynccl._library import cuda, loader
@@ -20,7 +21,9 @@ from pynccl._library.generated.api import (
     ncclInProgress,
     ncclInvalidArgument,
     ncclInvalidUsage,
+    ncclRemoteError,
     ncclSystemError,
+    ncclTimeout,
     pyncclCpuNoMismatch,
 )
 from pynccl._library.loader import version_text
@@ -28,6 +31,8 @@ from pynccl._library.results import result_name
 
 IN_PROGRESS = ncclInProgress
 NOT_FOUND = lib.PYNCCL_NOT_FOUND
+# As many ranks as the CPU library tells.
+_MOST_LATE = 16
 
 # Rank and size of open communicators that capi made; None while only the library knows them.
 # The cells that NCCL wrote them to stay alive with them.
@@ -128,6 +133,19 @@ def mismatch(result: int, comm: int) -> int:
     return int(kind[0])
 
 
+def _late_ranks(result: int) -> list[int]:
+    """Return the ranks that were late, or have left while others joined, if the library tells them."""
+    if result not in (ncclRemoteError, ncclTimeout):
+        return []
+    found, rank = [], ffi.new("int*")
+    for index in range(_MOST_LATE):
+        # Only the CPU library can tell.
+        if lib.pyncclCpuGetLateRank(index, rank) or rank[0] < 0:
+            break
+        found.append(int(rank[0]))
+    return found
+
+
 class _Reported(NamedTuple):
     """The library's last error: its text, and how much of that is the failed function and the rank."""
 
@@ -172,8 +190,12 @@ def _explained(result: int, function: str, comm: int) -> _Reported:
 
 def _failed(result: int, function: str, comm: int) -> NcclError:
     reported = _explained(result, function, comm)
+    # Behind it: this thread's last error is now the one that it returns.
+    late = _late_ranks(result)
     meaning = text(lib.ncclGetErrorString(result))
     cls = CollectiveMismatchError if mismatch(result, comm) != pyncclCpuNoMismatch else error_class(result)
+    if late and result == ncclRemoteError:
+        cls = RankFailedError
     cause = _cause(meaning, reported, function)
     parts = [f"{function}: {result_name(result)}: {cause}" if cause else f"{function}: {result_name(result)}"]
     rank, size = place_of(comm) or (None, None)
@@ -187,4 +209,13 @@ def _failed(result: int, function: str, comm: int) -> NcclError:
             f"no NVIDIA driver was found ({cuda.why_unavailable()}): "
             "set PYNCCL_LIBRARY=cpu to run on CPU memory without a GPU"
         )
-    return cls("; ".join(parts), result=result, function=function, detail=reported.text, rank=rank, size=size)
+    known: dict[str, Any] = {"ranks": late} if late else {}
+    return cls(
+        "; ".join(parts),
+        result=result,
+        function=function,
+        detail=reported.text,
+        rank=rank,
+        size=size,
+        **known,
+    )

@@ -432,7 +432,7 @@ def test_a_new_rank_does_not_come(how: str, fresh: int, tmp_path: Path) -> None:
         assert kind in ("NcclTimeoutError", "NcclRemoteError", "RankFailedError"), results
         assert took < 3 + SOON, results
         assert (whole, clean, sums) == (True, True, (4, 3)), results
-        assert set(ranks) <= {3}, results
+        assert set(ranks) <= set(range(3, 3 + fresh)), results
     for (_, _, told, _), *_ in results:
         assert "rank 3" in told or "new ranks [3, 4]" in told, results
 
@@ -489,29 +489,34 @@ def test_an_old_rank_does_not_grow() -> None:
         assert took < 3 + SOON
 
 
-def is_slow_while_it_grows(rank: int, nranks: int, folder: str) -> Outcome | None:
-    """Rank 1 takes its time before it opens the control channel with the new rank, the last one."""
+def is_slow_while_it_grows(rank: int, nranks: int, late: int, where: str, how: str, folder: str) -> Outcome:
+    """Rank `late` takes its time in a function, or is stopped, while it grows with the last rank, a new one."""
     old = nranks - 1
     if rank == old:
-        with pytest.raises(NcclError):
-            Communicator.join(nranks, read_id(folder, "first"), rank, timeout=10)
+        uid = read_id(folder, "first")
+        came = outcome(lambda: Communicator.join(nranks, uid, rank, timeout=10))
         with Communicator.join(nranks, read_id(folder, "second"), rank, timeout=10) as large:
             assert total(large) == nranks
-        return None
+        return came
     comm = pynccl.init(rank=rank, world_size=old, timeout=3)
-    exchange = capi.pyncclCpuExchange
+    pid = int(comm.all_gather(np.array([os.getpid()]))[late][0])
+    function = getattr(capi, where)
 
-    def slow(*args: Any) -> None:
-        hear("told")
-        setattr(capi, "pyncclCpuExchange", exchange)  # noqa: B010
-        exchange(*args)
+    def slow(*args: Any) -> Any:
+        if how == "stopped":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        else:
+            hear("told")
+        setattr(capi, where, function)
+        return function(*args)
 
-    if rank == 1:
-        setattr(capi, "pyncclCpuExchange", slow)  # noqa: B010
+    if rank == late:
+        setattr(capi, where, slow)
     uid = shared_id(comm, folder, "first")
     came = outcome(lambda: comm.grow(nranks, uid))
     if rank == 2:
         tell("told")
+        os.kill(pid, signal.SIGCONT)
     together(old, "over")
     assert total(comm) == old
     with comm, comm.grow(nranks, shared_id(comm, folder, "second")) as large:
@@ -519,11 +524,37 @@ def is_slow_while_it_grows(rank: int, nranks: int, folder: str) -> Outcome | Non
     return came
 
 
-def test_an_old_rank_is_slow_while_it_grows(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("late", "where", "how"),
+    [
+        (1, "pyncclCpuExchange", "slow"),
+        (1, "ncclCommGrow", "slow"),
+        (1, "ncclCommGrow", "stopped"),
+        pytest.param(0, "ncclCommGrow", "slow", marks=pytest.mark.slow),
+    ],
+)
+def test_an_old_rank_is_slow_while_it_grows(late: int, where: str, how: str, tmp_path: Path) -> None:
     """All name it, and so does the rank itself; the others do not wait for it again, and can grow later."""
-    first, slow, third, _ = run(4, is_slow_while_it_grows, str(tmp_path), backend="cpu", timeout=40)
-    for kind, ranks, text, took in (first, third):
-        assert (kind, ranks) == ("RankFailedError", [1])
-        assert text == "growing the communicator: rank 1 did not take part within 3 s"
+    outcomes = run(4, is_slow_while_it_grows, late, where, how, str(tmp_path), backend="cpu", timeout=40)
+    new, slow = outcomes.pop(), outcomes.pop(late)
+    for kind, ranks, text, took in outcomes:
+        assert (kind, ranks) == ("RankFailedError", [late])
+        did = (
+            "cannot be reached by all of ranks [0, 2]" if how == "stopped" else "did not take part within 3 s"
+        )
+        assert text == f"growing the communicator: rank {late} {did}"
         assert took < 3 + SOON
-    assert slow[:3] == ("RankFailedError", [1], "the other ranks did not wait for this one, 1 of 3")
+    assert slow[:3] == ("RankFailedError", [late], f"the other ranks did not wait for this one, {late} of 3")
+    if where == "ncclCommGrow":
+        kind, ranks, text, _ = new
+        # Rank 0 has the unique id, with which nobody joins before it does.
+        assert (kind, ranks) == ("NcclTimeoutError" if late else "RankFailedError", [late])
+        assert f"rank {late} (pid" in text or f"missing rank {late};" in text
+
+
+@on_ranks(2)
+def test_a_time_out_while_a_communicator_is_made_tells_the_missing_ranks(rank: int, nranks: int) -> None:
+    if rank == 0:
+        with pytest.raises(NcclTimeoutError, match="missing ranks 1, 2, 3") as caught:
+            Communicator(4, pynccl.get_unique_id(), 0, timeout=0.2)
+        assert caught.value.ranks == [1, 2, 3]

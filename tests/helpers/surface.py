@@ -52,6 +52,7 @@ INTS = frozenset(
         ),
         *("revokeFlags", "shrinkFlags", "winFlags", "flags", "sigIdx", "ctx", "datatype", "op"),
         *(
+            "index",
             "thread",
             "limited",
             "on",

@@ -199,6 +199,16 @@ def pyncclCpuGetErrorKind(comm: int) -> int:
     return int(out[0])
 
 
+def pyncclCpuGetLateRank(index: int) -> int:
+    out = _new("int*")
+    try:
+        if r := _library.pyncclCpuGetLateRank(index, out):
+            _check(r, "pyncclCpuGetLateRank")
+    except (TypeError, OverflowError) as error:
+        raise _argument_error(error, "int", index=index) from None
+    return int(out[0])
+
+
 def pyncclCpuIsGone(comm: int, rank: int) -> int:
     out = _new("int*")
     try:

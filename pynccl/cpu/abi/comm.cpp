@@ -229,7 +229,7 @@ GrowBlob grow_blob(Comm& parent, int nranks, const ncclUniqueId* passed) {
   return {nranks, GrowBlob::None, Id()};
 }
 
-ncclResult_t run_grow(Child child, const GrowBlob& mine, const Meeting& meeting) {
+ncclResult_t meet_to_grow(const GrowBlob& mine, const Meeting& meeting, Id* chosen) {
   std::vector<std::string> all;
   ncclResult_t r = meeting.meet(std::string(reinterpret_cast<const char*>(&mine), sizeof mine), &all);
   if (r != ncclSuccess) return r;
@@ -240,10 +240,18 @@ ncclResult_t run_grow(Child child, const GrowBlob& mine, const Meeting& meeting)
     calls.push_back("to " + std::to_string(blobs[q].nranks) + " ranks");
   }
   if (r = meeting.agree(calls); r != ncclSuccess) return r;
+  return choose_id(blobs, chosen);
+}
+
+ncclResult_t run_grow(Child child, const GrowBlob& mine, const Meeting& meeting) {
   Id chosen;
-  if (r = choose_id(blobs, &chosen); r != ncclSuccess) return r;
-  child.comm->session.set_shape(child.parent->rank, mine.nranks);
-  return init(child.comm, {chosen}, 0);
+  Session& session = child.comm->session;
+  session.set_shape(child.parent->rank, mine.nranks);
+  ncclResult_t r = meet_to_grow(mine, meeting, &chosen);
+  if (r == ncclSuccess) return init(child.comm, {chosen}, 0);
+  // New ranks may wait for this one.
+  if (mine.has != GrowBlob::None) session.refuse(mine.id);
+  return r;
 }
 
 // Whether a communicator can be derived from this parent.
@@ -664,6 +672,15 @@ ncclResult_t pyncclCpuGetErrorPrefix(ncclComm_t comm, int* functionBytes, int* p
     const ErrorCode code = error_code_of(comm);
     *functionBytes = code.function;
     *placeBytes = code.place;
+    return ncclSuccess;
+  });
+}
+
+ncclResult_t pyncclCpuGetLateRank(int index, int* rank) {
+  return guarded("pyncclCpuGetLateRank", [&] {
+    REQUIRE_POINTER("pyncclCpuGetLateRank", rank);
+    const LateRanks late = late_ranks();
+    *rank = index >= 0 && index < late.count ? late.ranks[index] : -1;
     return ncclSuccess;
   });
 }

@@ -27,6 +27,15 @@ struct ErrorCode {
   constexpr bool failed() const { return result != ncclSuccess; }
 };
 
+// The ranks for which a time-out has waited, as many as its text lists, or one that has died or left.
+struct LateRanks {
+  static constexpr int kMost = 16;
+  int count = 0, ranks[kMost];
+  void add(int rank) {
+    if (count < kMost) ranks[count++] = rank;
+  }
+};
+
 constexpr ErrorCode kMismatch{ncclInvalidUsage, Mismatch::Calls};
 constexpr ErrorCode kDeparted{ncclInvalidUsage, Mismatch::Departed};
 constexpr char kFailedEarlier[] = "the communicator failed earlier: ";

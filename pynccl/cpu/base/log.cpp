@@ -41,6 +41,7 @@ char host[256] = "";
 
 struct Recorded {
   ErrorCode code;
+  LateRanks late;
   char text[kTextBytes] = "";
 };
 std::mutex newest_mutex;
@@ -182,8 +183,9 @@ void format_text(char (&to)[kTextBytes], size_t used, const char* fmt, va_list a
   mark_cut(to, int(used) + vsnprintf(to + used, sizeof(to) - used, fmt, args));
 }
 
-void record_error(ErrorCode code, const char* text) {
+void record_error(ErrorCode code, const char* text, const LateRanks& late = {}) {
   thread_error.code = code;
+  thread_error.late = late;
   copy_text(thread_error.text, text);
   has_own_error = true;
   std::lock_guard<std::mutex> lock(newest_mutex);
@@ -260,11 +262,20 @@ std::string place_of(int rank, int nranks) {
   return text;
 }
 
-void set_last_error(ErrorCode code, const std::string& text) noexcept { record_error(code, text.c_str()); }
+void set_last_error(ErrorCode code, const std::string& text, const LateRanks& late) noexcept {
+  record_error(code, text.c_str(), late);
+}
+
+ncclResult_t blame(const LateRanks& late) noexcept {
+  thread_error.late = late;
+  return thread_error.code.result;
+}
 
 const char* last_error() { return recorded_error().text; }
 
 ErrorCode last_error_code() { return recorded_error().code; }
+
+LateRanks late_ranks() { return recorded_error().late; }
 
 ErrorCode last_error_as(ncclResult_t result) {
   ErrorCode code = last_error_code();

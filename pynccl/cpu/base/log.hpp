@@ -24,12 +24,15 @@ ncclResult_t fail_at(int rank, int nranks, ErrorCode code, const char* fmt, ...)
 std::string place_of(int rank, int nranks);
 
 // Sets this thread's last error, which is then the process's newest.
-void set_last_error(ErrorCode code, const std::string& text) noexcept;
+void set_last_error(ErrorCode code, const std::string& text, const LateRanks& late = {}) noexcept;
+// Adds to this thread's last error which ranks are late.
+ncclResult_t blame(const LateRanks& late) noexcept;
 
 // This thread's own last error, else the process's newest, else "". The text is valid until this thread's
 // next call of a function of this header.
 const char* last_error();
 ErrorCode last_error_code();
+LateRanks late_ranks();
 // The last error's code with another result: a call may return a result of its own for it.
 ErrorCode last_error_as(ncclResult_t result);
 

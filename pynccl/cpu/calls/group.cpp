@@ -20,6 +20,7 @@ std::string copy_of_last_error() noexcept {
 struct Outcome {
   ErrorCode code;
   std::string text;
+  LateRanks late;
 };
 
 // Drops what the job holds while the last error says why it failed (Meeting).
@@ -35,6 +36,7 @@ Outcome run_guarded(Job& job) noexcept {
   if (outcome.code.failed() && outcome.code.result != ncclInProgress) {
     outcome.code = last_error_as(outcome.code.result);
     outcome.text = copy_of_last_error();
+    outcome.late = late_ranks();
   }
   job.run = nullptr;
   for (auto& creation : job.creates) creation->end(outcome.code, outcome.text);
@@ -106,7 +108,7 @@ ncclResult_t run_all(std::vector<Job> jobs, std::vector<Submission> calls) {
   if (!jobs.empty()) {
     Outcome outcome = Together(std::move(jobs)).run();
     if (outcome.code.failed()) {
-      set_last_error(outcome.code, outcome.text);
+      set_last_error(outcome.code, outcome.text, outcome.late);
       return outcome.code.result;
     }
   }
@@ -280,7 +282,7 @@ ncclResult_t submit(Job job) {
   if (group.depth > 0) return group.add(std::move(job));
   if (!job.blocking) return run_in_background({std::move(job)}, {});
   Outcome outcome = run_guarded(job);
-  if (outcome.code.failed()) set_last_error(outcome.code, outcome.text);
+  if (outcome.code.failed()) set_last_error(outcome.code, outcome.text, outcome.late);
   return outcome.code.result;
 }
 

@@ -261,12 +261,12 @@ std::vector<int> Meeting::everyone(const Comm& comm) {
 }
 
 ncclResult_t Meeting::meet(const std::string& mine, std::vector<std::string>* all) const {
-  const auto& [comm, ranks, tags, function, taken] = *place_;
+  const auto& [comm, ranks, tags, function, seconds, taken] = *place_;
   place_->taken.store(true);
   std::string blob = place_->blob(Place::Comes, mine);
   std::vector<Blob> blobs;
   std::vector<char> body(blob.begin(), blob.end());
-  if (ncclResult_t r = comm->session.exchange(tags, ranks, body, &blobs, function); r != ncclSuccess)
+  if (ncclResult_t r = comm->session.exchange(tags, ranks, body, &blobs, function, seconds); r != ncclSuccess)
     return r;
   all->clear();
   std::string absent;

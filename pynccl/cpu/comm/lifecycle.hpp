@@ -91,6 +91,7 @@ class Meeting {
     std::vector<int> ranks;
     std::vector<uint64_t> tags;
     const char* function;
+    double seconds = creation_limit();
     std::atomic<bool> taken{false};
   };
   std::shared_ptr<Place> place_;

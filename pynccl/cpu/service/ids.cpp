@@ -24,10 +24,10 @@ bool IdBook::mine(const Token& token, uint64_t serial) const {
   return serial > 0 && serial < next_ && equal_in_constant_time(&token, &expected, sizeof token);
 }
 
-void IdBook::done(uint64_t serial, ncclResult_t result, const std::string& text) {
+void IdBook::done(uint64_t serial, const Failure& end) {
   auto next = runs_.upper_bound(serial);
   if (next != runs_.begin() && std::prev(next)->second >= serial) return;
-  ends_[serial] = {result, text};
+  ends_[serial] = end;
   if (ends_.size() > kMostEnds) ends_.erase(ends_.begin());
   uint64_t last = serial;
   if (next != runs_.end() && next->first == serial + 1) {
@@ -45,14 +45,14 @@ void IdBook::done(uint64_t serial, ncclResult_t result, const std::string& text)
   runs_.erase(second);
 }
 
-bool IdBook::is_done(uint64_t serial, End* end) const {
+bool IdBook::is_done(uint64_t serial, Failure* end) const {
   auto next = runs_.upper_bound(serial);
   if (next == runs_.begin() || std::prev(next)->second < serial) return false;
   auto known = ends_.find(serial);
   if (known != ends_.end())
     *end = known->second;
   else
-    *end = {ncclInvalidUsage, "this unique id was used long ago: an id makes one communicator"};
+    *end = {ncclInvalidUsage, "this unique id was used long ago: an id makes one communicator", {}};
   return true;
 }
 

@@ -16,13 +16,9 @@ class IdBook {
   void make(Id* id);
   bool mine(const Token& token, uint64_t serial) const;
 
-  struct End {
-    ncclResult_t result;
-    std::string text;
-  };
-  void done(uint64_t serial, ncclResult_t result, const std::string& text);
+  void done(uint64_t serial, const Failure& end);
   // Whether the id was used, and the answer for a rank that joins with it.
-  bool is_done(uint64_t serial, End* end) const;
+  bool is_done(uint64_t serial, Failure* end) const;
 
  private:
   Token token_of(uint64_t serial) const;
@@ -30,7 +26,7 @@ class IdBook {
   std::string key_;
   uint64_t next_ = 1;
   std::map<uint64_t, uint64_t> runs_;  // ranges of used serials, first to last
-  std::map<uint64_t, End> ends_;       // results of the newest used serials
+  std::map<uint64_t, Failure> ends_;   // results of the newest used serials
 };
 
 }  // namespace pncpu

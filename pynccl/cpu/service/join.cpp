@@ -117,10 +117,23 @@ class Joiner {
     size_t share = sound ? size_t(shares.of_rank(mine_.rank)) : 0;
     Message message;
     ncclResult_t r = meet(ids_[share], &message);
-    if (r != ncclSuccess && share != 0 && (messenger_ || !answered_)) report(r);
+    // Other shares wait at the root of the first id.
+    if (r != ncclSuccess && share != 0 && (messenger_ || !answered_))
+      report(answered_ ? failure_ : Failure{r, last_error(), late_ranks()});
     if (r != ncclSuccess && ids_.size() > 1) let_own_roots_finish();
     if (r == ncclSuccess) table->bytes = message.body;
     return r;
+  }
+
+  // Tells the root of the first id a failure of which it does not know.
+  void report(const Failure& failure) {
+    const ErrorCode code = last_error_code();
+    const LateRanks late = late_ranks();
+    const std::string error = last_error();
+    ncclResult_t ignored = ncclSuccess;
+    if (std::unique_ptr<Talk> talk = open(ids_[0], &ignored))
+      talk->say(Ctl::Failed, uint64_t(failure.result), failure.body());
+    set_last_error(code, error, late);
   }
 
  private:
@@ -187,9 +200,9 @@ class Joiner {
       return fail(ncclInternalError, "the root of the unique id sent an unexpected message (kind %u)",
                   unsigned(message->header.kind));
     messenger_ = message->header.tag >> 32;
-    text_ = message->body.text();
-    return fail_at(mine_.rank, mine_.nranks, ncclResult_t(uint32_t(message->header.tag)), "%s",
-                   text_.c_str());
+    failure_ = Failure::of(message->header.tag, message->body);
+    fail_at(mine_.rank, mine_.nranks, failure_.result, "%s", failure_.text.c_str());
+    return blame(failure_.late);
   }
 
   ncclResult_t check_table(const Message& message) {
@@ -210,7 +223,7 @@ class Joiner {
     if (r == ncclSuccess)
       talk->say(Ctl::Table, 0, message->body);
     else
-      talk->say(Ctl::Failed, uint64_t(r), Blob::copy(text_.data(), text_.size()));
+      talk->say(Ctl::Failed, uint64_t(r), failure_.body());
     return r;
   }
 
@@ -226,18 +239,8 @@ class Joiner {
       r = expect(*talk, ids_[0], Ctl::Table, Ctl::Table, message);
     }
     if (r == ncclSuccess) r = check_table(*message);
-    if (r != ncclSuccess && !answered_) text_ = last_error();
+    if (r != ncclSuccess && !answered_) failure_ = {r, last_error(), late_ranks()};
     return r;
-  }
-
-  // Tells the root of the first id, where other shares wait, that this share has failed.
-  void report(ncclResult_t result) {
-    const ErrorCode code = last_error_code();
-    const std::string error = last_error(), text = answered_ ? text_ : error;
-    ncclResult_t ignored = ncclSuccess;
-    if (std::unique_ptr<Talk> talk = open(ids_[0], &ignored))
-      talk->say(Ctl::Failed, uint64_t(result), Blob::copy(text.data(), text.size()));
-    set_last_error(code, error);
   }
 
   // Waits until the roots of this process have answered their ranks: the caller may exit after this.
@@ -255,7 +258,7 @@ class Joiner {
   Stop& stop_;
   Deadline deadline_;
   bool answered_ = false, messenger_ = false;  // the root has sent the reason; this rank must tell others
-  std::string text_;
+  Failure failure_{ncclSuccess, {}, {}};
 };
 
 }  // namespace
@@ -263,6 +266,10 @@ class Joiner {
 ncclResult_t join(const std::vector<Id>& ids, const Announce& mine, const PeerInfo& info, Stop& stop,
                   Table* table) {
   return Joiner(ids, mine, info, stop).run(table);
+}
+
+void end_id(const Id& id, const Announce& mine, const Failure& why, Stop& stop) {
+  Joiner({id}, mine, {}, stop).report(why);
 }
 
 }  // namespace pncpu

@@ -9,4 +9,7 @@ namespace pncpu {
 ncclResult_t join(const std::vector<Id>& ids, const Announce& mine, const PeerInfo& info, Stop& stop,
                   Table* table);
 
+// Tells the ranks that join with an id why its communicator will not be.
+void end_id(const Id& id, const Announce& mine, const Failure& why, Stop& stop);
+
 }  // namespace pncpu

@@ -5,8 +5,6 @@
 namespace pncpu {
 namespace {
 
-constexpr int kMostListed = 16;  // missing ranks that are listed by number
-
 template <class T>
 bool read_as(const Blob& body, T* out) {
   if (body.size != sizeof(T)) return false;
@@ -35,19 +33,24 @@ std::string shown(double seconds) {
   return text;
 }
 
-// "missing rank 3", "missing ranks 1, 2, ... and 99 more": the free ones of `count` seats from `first`.
-std::string missing(const std::map<int, size_t>& seats, int first, int count) {
-  int listed = 0, free = count - int(seats.size());
-  std::string text = free == 1 ? "missing rank" : "missing ranks";
+// The free ones of `count` seats from `first`.
+LateRanks free_seats(const std::map<int, size_t>& seats, int first, int count) {
+  LateRanks late;
   auto taken = seats.begin();
-  for (int seat = first; seat < first + count && listed < std::min(free, kMostListed); ++seat) {
-    if (taken != seats.end() && taken->first == seat) {
+  for (int seat = first; seat < first + count && late.count < LateRanks::kMost; ++seat) {
+    if (taken != seats.end() && taken->first == seat)
       ++taken;
-      continue;
-    }
-    text += (listed++ ? ", " : " ") + std::to_string(seat);
+    else
+      late.add(seat);
   }
-  return free > listed ? text + " and " + std::to_string(free - listed) + " more" : text;
+  return late;
+}
+
+// "missing rank 3", "missing ranks 1, 2, ... and 99 more".
+std::string missing(const LateRanks& late, int free) {
+  std::string text = free == 1 ? "missing rank" : "missing ranks";
+  for (int i = 0; i < late.count; ++i) text += (i ? ", " : " ") + std::to_string(late.ranks[i]);
+  return free > late.count ? text + " and " + std::to_string(free - late.count) + " more" : text;
 }
 
 }  // namespace
@@ -101,25 +104,30 @@ void RootTable::erase(Root& root) {
   roots_.erase(Token(root.token));
 }
 
-void RootTable::end(Root& root, ncclResult_t result, const std::string& text) {
-  Blob body = Blob::copy(text.data(), text.size());
+void RootTable::end(Root& root, const Failure& failure) {
+  Blob body = failure.body();
   // The first rank of a share also tells the root of the first id.
   for (Round* round : {&root.ranks, &root.shares})
     for (Member& m : round->members)
-      m.seat->tell(Ctl::Failed, uint64_t(result) | uint64_t(&m == root.ranks.members.data()) << 32, body);
+      m.seat->tell(Ctl::Failed, uint64_t(failure.result) | uint64_t(&m == root.ranks.members.data()) << 32,
+                   body);
+  Failure later = failure;
   // A rank that joins after this reads a text that may name that rank as missing.
-  std::string late = result == ncclTimeout ? "this rank joined too late, and needs a new unique id: " : "";
-  if (root.serial) ids.done(root.serial, result, late + text);
+  if (failure.result == ncclTimeout)
+    later.text = "this rank joined too late, and needs a new unique id: " + failure.text;
+  if (root.serial) ids.done(root.serial, later);
   erase(root);
 }
 
 void RootTable::complete(Root& root, const Table& table) {
   for (Member& m : root.ranks.members) m.seat->tell(Ctl::Table, 0, table.bytes);
   if (root.serial)
-    ids.done(root.serial, ncclInvalidUsage,
-             "this unique id has been used already, for a communicator of " + std::to_string(table.size()) +
-                 " ranks that " + who(root, root.ranks.members[0]) +
-                 " joined first: an id makes one communicator");
+    ids.done(root.serial,
+             {ncclInvalidUsage,
+              "this unique id has been used already, for a communicator of " + std::to_string(table.size()) +
+                  " ranks that " + who(root, root.ranks.members[0]) +
+                  " joined first: an id makes one communicator",
+              {}});
   if (open_to_all(root.token) && root.ranks.members.size() <= kMostRemembered)
     for (Member& m : root.ranks.members) public_[root.token].before[m.announce.rank] = m.announce;
   erase(root);
@@ -155,7 +163,7 @@ uint32_t RootTable::most_bytes(Ctl kind) {
     case Ctl::Table:
       return kMaxFrame;
     case Ctl::Failed:
-      return kMaxText;
+      return Failure::kMostBytes;
     default:
       return 0;
   }
@@ -167,9 +175,9 @@ bool RootTable::heard(const Token& token, uint64_t serial, const SeatPtr& seat, 
     Announce announce;
     if (!read_as(body, &announce)) return false;
     clean(announce.host_name);
-    IdBook::End end;
+    Failure end;
     if (serial && ids.is_done(serial, &end)) {
-      seat->tell(Ctl::Failed, uint64_t(end.result), Blob::copy(end.text.data(), end.text.size()));
+      seat->tell(Ctl::Failed, uint64_t(end.result), end.body());
       return seat->close(), true;
     }
     Root& root = roots_[token];
@@ -180,7 +188,7 @@ bool RootTable::heard(const Token& token, uint64_t serial, const SeatPtr& seat, 
   auto it = roots_.find(token);
   // A rank whose own root has failed reports it to the root of the first id.
   if (header.kind == Ctl::Failed && !open_to_all(token))
-    return reported(token, serial, header.tag, body.text());
+    return reported(token, serial, Failure::of(header.tag, body));
   if (it == roots_.end()) return false;
   Root& root = it->second;
   PeerInfo info;
@@ -211,7 +219,7 @@ bool RootTable::announced(Root& root, const SeatPtr& seat, const Announce& a) {
   };
   auto refuse = [&](const std::string& text) {
     answer(text);
-    return end(root, ncclInvalidArgument, text), true;
+    return end(root, {ncclInvalidArgument, text, {}}), true;
   };
   if (a.nranks < 1 || a.nranks > kMostRanks || a.nids < 1 || a.nids > a.nranks || a.share >= a.nids ||
       (strangers && a.nids > 1))
@@ -311,14 +319,13 @@ bool RootTable::relayed(Root& root, const Blob& table) {
   return complete(root, {table}), true;
 }
 
-bool RootTable::reported(const Token& token, uint64_t serial, uint64_t result, const std::string& text) {
-  IdBook::End over;
+bool RootTable::reported(const Token& token, uint64_t serial, const Failure& failure) {
+  Failure over;
   if (!serial || ids.is_done(serial, &over)) return false;
   Root& root = roots_[token];
   root.token = token;
   root.serial = serial;
-  bool known = result > ncclSuccess && result <= ncclTimeout && result != ncclInProgress;
-  end(root, known ? ncclResult_t(result) : ncclRemoteError, text);
+  end(root, failure);
   return false;
 }
 
@@ -331,32 +338,37 @@ void RootTable::left(const Token& token, const SeatPtr& seat) noexcept {
   if (!member) member = find(root.shares, seat);
   if (!member) return;
   try {
-    end(root, ncclRemoteError,
-        who(root, *member) + " died or left before all ranks had joined: " + joined(root));
+    LateRanks who_left;
+    who_left.add(member->announce.rank);
+    end(root, {ncclRemoteError,
+               who(root, *member) + " died or left before all ranks had joined: " + joined(root), who_left});
   } catch (const std::bad_alloc&) {
     log(Level::Warn, "the bootstrap service has no memory to tell that a rank left");
   }
 }
 
 void RootTable::unproved(const Token& token, uint64_t serial, const std::string& text) {
-  IdBook::End over;
+  Failure over;
   if (serial && ids.is_done(serial, &over)) return;
   Root& root = roots_[token];
   root.token = token;
   root.serial = serial;
-  if (serial) return end(root, ncclInvalidUsage, text);
+  if (serial) return end(root, {ncclInvalidUsage, text, {}});
   ++root.refused;
   root.last_refused = text;
 }
 
-std::string RootTable::late(const Root& root) const {
+Failure RootTable::late(const Root& root) const {
   bool by_default = root.seconds == param_seconds("PYNCCL_CPU_INIT_TIMEOUT");
-  return "timed out after " + shown(root.seconds) + " s" + (by_default ? " (PYNCCL_CPU_INIT_TIMEOUT)" : "") +
-         ": " + joined(root);
+  Failure failure{ncclTimeout, "timed out after " + shown(root.seconds) + " s", {}};
+  failure.text += (by_default ? " (PYNCCL_CPU_INIT_TIMEOUT): " : ": ") + joined(root, &failure.late);
+  return failure;
 }
 
 // Which ranks have come, and which are missing.
-std::string RootTable::joined(const Root& root) const {
+std::string RootTable::joined(const Root& root, LateRanks* late) const {
+  LateRanks ignored;
+  if (!late) late = &ignored;
   std::string text;
   const Round &ranks = root.ranks, &shares = root.shares;
   if (ranks.members.empty() && shares.members.empty()) return "there was no memory for its ranks";
@@ -365,12 +377,17 @@ std::string RootTable::joined(const Root& root) const {
   int share = spread.of_rank(a.rank), first = spread.first(share), wanted = spread.count(share);
   if (ranks.members.empty()) share = 0, first = 0, wanted = spread.count(0);
   std::string at = a.nids == 1 ? "" : " that meet at unique id " + std::to_string(share);
-  if (int(ranks.members.size()) < wanted)
+  int free = wanted - int(ranks.members.size());
+  if (free > 0) {
+    *late = free_seats(ranks.seats, first, wanted);
     text += std::to_string(ranks.members.size()) + " of " + std::to_string(wanted) + " ranks" + at +
-            " joined, " + missing(ranks.seats, first, wanted);
-  else if (ranks.introduced < ranks.members.size()) {
-    for (const Member& m : ranks.members)
-      if (!m.introduced) return text + who(root, m) + " joined, but has not answered since";
+            " joined, " + missing(*late, free);
+  } else if (ranks.introduced < ranks.members.size()) {
+    for (const Member& m : ranks.members) {
+      if (m.introduced) continue;
+      late->add(m.announce.rank);
+      return text + who(root, m) + " joined, but has not answered since";
+    }
   } else {
     text += "not all ranks" + std::string(" have joined that meet at the other unique ids");
     for (int other = 0; share == 0 && other < a.nids; ++other)
@@ -387,15 +404,17 @@ std::string RootTable::joined(const Root& root) const {
 void RootTable::expire(Deadline now) {
   while (!timers_.empty() && timers_.begin()->first <= now) {
     Root& root = roots_.at(timers_.begin()->second);
-    end(root, ncclTimeout, late(root));
+    end(root, late(root));
   }
 }
 
 void RootTable::shut(const std::string& why) {
   while (!timers_.empty())
-    end(roots_.at(timers_.begin()->second), ncclSystemError,
-        "no rank can connect to the root of the unique id (pid " + std::to_string(getpid()) + " on " +
-            host_name() + "): " + why);
+    end(roots_.at(timers_.begin()->second),
+        {ncclSystemError,
+         "no rank can connect to the root of the unique id (pid " + std::to_string(getpid()) + " on " +
+             host_name() + "): " + why,
+         {}});
 }
 
 }  // namespace pncpu

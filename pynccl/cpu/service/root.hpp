@@ -73,16 +73,16 @@ class RootTable {
   bool introduced(Root& root, const SeatPtr& seat, const PeerInfo& info);
   bool brought(Root& root, const SeatPtr& seat, const Blob& share);
   bool relayed(Root& root, const Blob& table);
-  bool reported(const Token& token, uint64_t serial, uint64_t result, const std::string& text);
+  bool reported(const Token& token, uint64_t serial, const Failure& failure);
   void complete(Root& root, const Table& table);
-  void end(Root& root, ncclResult_t result, const std::string& text);
+  void end(Root& root, const Failure& failure);
   void erase(Root& root);
   void set_deadline(Root& root, Deadline deadline);
   void wait_at_most(Root& root, const Announce& announce);
   Member* find(Round& round, const SeatPtr& seat);
   std::string who(const Root& root, const Member& member) const;
-  std::string late(const Root& root) const;
-  std::string joined(const Root& root) const;
+  Failure late(const Root& root) const;
+  std::string joined(const Root& root, LateRanks* late = nullptr) const;
 
   struct Public {
     bool open_to_all = false;

@@ -4,6 +4,28 @@
 
 namespace pncpu {
 
+Blob Failure::body() const {
+  std::vector<char> bytes(text.begin(),
+                          text.begin() + std::ptrdiff_t(std::min<size_t>(text.size(), kMaxText)));
+  bytes.push_back(0);
+  auto ranks = reinterpret_cast<const char*>(late.ranks);
+  bytes.insert(bytes.end(), ranks, ranks + size_t(late.count) * sizeof *late.ranks);
+  return Blob::of(std::move(bytes));
+}
+
+Failure Failure::of(uint64_t tag, const Blob& body) {
+  const auto result = ncclResult_t(uint32_t(tag));
+  const bool known = result > ncclSuccess && result <= ncclTimeout && result != ncclInProgress;
+  Failure failure{known ? result : ncclRemoteError, body.text(), {}};
+  failure.text.resize(std::min(failure.text.size(), failure.text.find('\0')));
+  for (size_t at = failure.text.size() + 1; at + sizeof(int) <= body.size; at += sizeof(int)) {
+    int rank;
+    memcpy(&rank, body.data + at, sizeof rank);
+    failure.late.add(rank);
+  }
+  return failure;
+}
+
 Endpoint Endpoint::of(const Address& address) {
   Endpoint e;
   e.family = address.ss.ss_family;

@@ -138,7 +138,7 @@ enum class Ctl : uint32_t {
   Introduce,
   Share,
   Table,
-  Failed,   // the tag is the result, the body a text
+  Failed,   // the tag is the result, the body a Failure
   Closed,   // a rank has ended its link
   Segment,  // the tag is the size of its rings; a descriptor follows
   Put,      // data for a window, or a signal
@@ -164,6 +164,16 @@ struct ErrorHead {
   int32_t result = 0;
   uint8_t mismatch = 0, reported = 0;  // of ErrorCode
   uint8_t pad[2] = {};
+};
+
+// Why a rendezvous has ended. In a frame the ranks follow the text, behind a zero byte.
+struct Failure {
+  ncclResult_t result;
+  std::string text;
+  LateRanks late;
+  static constexpr uint32_t kMostBytes = kMaxText + 1 + sizeof(LateRanks::ranks);
+  Blob body() const;
+  static Failure of(uint64_t tag, const Blob& body);
 };
 
 struct Announce {

@@ -47,6 +47,8 @@ std::string Peer::str() const { return "pid " + std::to_string(info.pid) + " on 
 
 void limit_creations(double seconds) { most_seconds = seconds; }
 
+double creation_limit() { return std::min(param_seconds("PYNCCL_CPU_INIT_TIMEOUT"), most_seconds); }
+
 Session::Session(Owner& owner, int device)
     : owner_(owner), device_(device), direct_allowed_(param_int("PYNCCL_CPU_DIRECT") != 0) {
   inline_bytes = size_t(std::max<int64_t>(0, param_int("PYNCCL_CPU_INLINE_BYTES")));
@@ -54,7 +56,7 @@ Session::Session(Owner& owner, int device)
   board_bytes = SIZE_MAX;
   block_bytes = align_up(size_t(std::max<int64_t>(4096, param_int("PYNCCL_CPU_BLOCK_BYTES"))), 4096);
   by_hosts = param_int("PYNCCL_CPU_BY_HOSTS") != 0;
-  seconds = std::min(param_seconds("PYNCCL_CPU_INIT_TIMEOUT"), most_seconds);
+  seconds = creation_limit();
   ring_bytes = 4096;
   while (ring_bytes < size_t(param_int("PYNCCL_CPU_RING_BYTES"))) ring_bytes *= 2;
 }
@@ -91,15 +93,29 @@ ncclResult_t Session::join(std::vector<Id> ids, uint64_t ids_hash, Table* table)
       if (ncclResult_t r = open_env_root(ids[0]); r != ncclSuccess) return r;
   }
   if (ncclResult_t r = introduce(); r != ncclSuccess) return r;
+  Announce mine = announce();
+  mine.ids_hash = ids_hash;
+  mine.nids = int(ids.size());
+  return pncpu::join(ids, mine, self, stop_, table);
+}
+
+Announce Session::announce() const {
   Announce mine;
   mine.rank = rank;
   mine.nranks = nranks;
-  mine.ids_hash = ids_hash;
-  mine.nids = int(ids.size());
   mine.pid = self.pid;
   mine.seconds = seconds;
   memcpy(mine.host_name, self.host_name, sizeof mine.host_name);
-  return pncpu::join(ids, mine, self, stop_, table);
+  return mine;
+}
+
+void Session::refuse(const Id& id) {
+  if (!id.plausible() || id.from_env()) return;
+  const ErrorCode code = last_error_code();
+  std::string why = last_error();
+  if (!code.reported)
+    why = "rank " + std::to_string(rank) + " reports: " + why.substr(size_t(code.function) + code.place);
+  end_id(id, announce(), {code.result, why, late_ranks()}, stop_);
 }
 
 void Session::stop() {
@@ -641,7 +657,8 @@ void Session::say_settings() {
 ncclResult_t Session::finish() {
   if (nranks == 1) return ncclSuccess;
   std::vector<Blob> all;
-  if (ncclResult_t r = hear(Tags(size_t(nranks)), everyone(), settings_, &all, "setting up", deadline_);
+  if (ncclResult_t r =
+          hear(Tags(size_t(nranks)), everyone(), settings_, &all, "setting up", deadline_, seconds);
       r != ncclSuccess)
     return r;
   bool direct = false;
@@ -707,14 +724,16 @@ ncclResult_t Session::cut_off(int q, const char* what, const std::string& why) {
 }
 
 ncclResult_t Session::exchange(const Tags& tags, const std::vector<int>& ranks, const std::vector<char>& mine,
-                               std::vector<Blob>* all, const char* what) {
-  Deadline deadline = after_seconds(param_seconds("PYNCCL_CPU_INIT_TIMEOUT"));
+                               std::vector<Blob>* all, const char* what, double limit) {
+  Deadline deadline = after_seconds(limit);
   // A peer could take this for the part in an earlier exchange that it still misses.
   if (owner_.broken(tags[0])) return owner_.say_broken(tags[0]);
   Blob blob = Blob::of(mine);
   ncclResult_t r = say(tags, ranks, blob, what);
-  if (r == ncclSuccess) r = hear(tags, ranks, blob, all, what, deadline);
-  if (r == ncclSuccess || r == ncclTimeout || stopped()) return r;
+  LateRanks late;
+  if (r == ncclSuccess) r = hear(tags, ranks, blob, all, what, deadline, limit, &late);
+  if (r == ncclTimeout) return blame(late);
+  if (r == ncclSuccess || stopped()) return r;
   // The others may have all that they need, and wait for this rank.
   for (size_t i = 0; i < ranks.size(); ++i)
     if (ranks[i] != rank) send(ranks[i], Ctl::Absent, nullptr, 0, tags[i]);
@@ -803,7 +822,8 @@ bool Session::await_all(Gathering& g, std::unique_lock<std::mutex>& lock, const 
 }
 
 ncclResult_t Session::hear(const Tags& tags, const std::vector<int>& ranks, const Blob& mine,
-                           std::vector<Blob>* all, const char* what, Deadline deadline) {
+                           std::vector<Blob>* all, const char* what, Deadline deadline, double limit,
+                           LateRanks* late) {
   std::unique_lock<std::mutex> lock(mutex);
   Gathering g;
   g.said[rank] = mine;
@@ -832,8 +852,14 @@ ncclResult_t Session::hear(const Tags& tags, const std::vector<int>& ranks, cons
   if (stopped()) return fail(ncclInternalError, "rank %d: %s was aborted", rank, what);
   if (failed()) return owner_.say_broken(tags[0]);
   if (ended) return cut_off(missing, what, "it died or left");
-  return fail_at(rank, nranks, ncclTimeout, "%s timed out waiting for rank %d (%s) (PYNCCL_CPU_INIT_TIMEOUT)",
-                 what, missing, peer(missing).str().c_str());
+  std::string who;
+  for (auto& [q, tag] : g.tags) {
+    who += (who.empty() ? "rank " : ", rank ") + std::to_string(q) + " (" + peer(q).str() + ")";
+    if (late) late->add(q);
+  }
+  const bool by_default = limit == param_seconds("PYNCCL_CPU_INIT_TIMEOUT");
+  return fail_at(rank, nranks, ncclTimeout, "%s timed out waiting for %s%s", what, who.c_str(),
+                 by_default ? " (PYNCCL_CPU_INIT_TIMEOUT)" : "");
 }
 
 }  // namespace pncpu

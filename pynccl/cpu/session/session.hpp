@@ -43,6 +43,8 @@ struct Peer {
 
 // The creations that this thread begins take no longer.
 void limit_creations(double seconds);
+// How long they may take.
+double creation_limit();
 
 class Session {
  public:
@@ -86,6 +88,8 @@ class Session {
   ncclResult_t introduce();
   PeerInfo self;
   ncclResult_t join(std::vector<Id> ids, uint64_t ids_hash, Table* table);
+  // Tells the ranks that join with an id the last error, for which this rank does not join.
+  void refuse(const Id& id);
   ncclResult_t connect(const Table& table);
   ncclResult_t begin(const Table& table);
   ncclResult_t finish();
@@ -101,7 +105,7 @@ class Session {
   // ranks numbers its exchanges, so every peer has its own tag.
   using Tags = std::vector<uint64_t>;
   ncclResult_t exchange(const Tags& tags, const std::vector<int>& ranks, const std::vector<char>& mine,
-                        std::vector<Blob>* all, const char* what);
+                        std::vector<Blob>* all, const char* what, double seconds);
   bool awaits(int q);  // an exchange has not heard of a rank
   void arrived(const Hello& hello, SocketPtr socket);
   void has_news();  // for the creation: look again
@@ -153,6 +157,7 @@ class Session {
   };
   struct Listed;
 
+  Announce announce() const;
   ncclResult_t read_table();
   ncclResult_t check_devices();
   ncclResult_t open_links();
@@ -177,7 +182,7 @@ class Session {
   bool await_all(Gathering& g, std::unique_lock<std::mutex>& lock, const char* what, Deadline deadline,
                  const std::function<bool()>& done);
   ncclResult_t hear(const Tags& tags, const std::vector<int>& ranks, const Blob& mine, std::vector<Blob>* all,
-                    const char* what, Deadline deadline);
+                    const char* what, Deadline deadline, double limit, LateRanks* late = nullptr);
   ncclResult_t link_failed(int peer, const char* doing, const std::string& why, int error);
   ncclResult_t cut_off(int peer, const char* what, const std::string& why);
   void choose_wait_policy();
