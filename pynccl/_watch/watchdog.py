@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -53,8 +52,6 @@ _BY_REPORT = (ncclInvalidUsage, ncclTimeout)
 # Seconds after an error within which another rank's abort may have caused it.
 _OWN_ABORT = DEATH_MS / 2000
 _CLAIM_MS = 5000
-# The beginning of a text of the library that already names its first author.
-_REPORTED = re.compile(r"rank \d+ reports: ")
 
 Look = Callable[[], object]
 Handle = Callable[[], int]
@@ -287,7 +284,8 @@ class Watch:
         text = ffi.string(found.text).decode(errors="replace")
         if found.reporter:
             text = text[found.place :]
-            if not _REPORTED.match(text):
+            # Else the text names its first author.
+            if not found.relayed:
                 text = f"rank {found.reporter - 1} reports: {text}"
         elif found.trouble == lib.PYNCCL_LIBRARY_FAILED:
             text = f"the library reports: {text}"

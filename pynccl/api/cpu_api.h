@@ -58,6 +58,9 @@ ncclResult_t pyncclCpuGetErrorKind(ncclComm_t comm, int* kind); // since 2.32.3
 // How many bytes at the beginning of that error's text are the function that failed ("ncclSend: "), or the rank in
 // the communicator ("rank 0 of 2: "); 0: the text begins otherwise.
 ncclResult_t pyncclCpuGetErrorPrefix(ncclComm_t comm, int* functionBytes, int* placeBytes); // since 2.32.3
+// Whether another rank has reported that error; behind what pyncclCpuGetErrorPrefix tells, the text then names the first
+// that did ("rank 1 reports: ").
+ncclResult_t pyncclCpuIsErrorReported(ncclComm_t comm, int* reported); // since 2.32.3
 // The ranks that the last error of this thread is about, by index, if it is that of a creation: those for which a
 // time-out has waited (16 at most), or the one that has died or left (ncclRemoteError). -1: there are no more.
 ncclResult_t pyncclCpuGetLateRank(int index, int* rank); // since 2.32.3

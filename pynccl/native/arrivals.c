@@ -72,6 +72,7 @@ static void pynccl_handle(pynccl_watch* w, int from, pynccl_frame* f) {
       w->verdict.reporter = f->words[0] && f->words[0] <= (uint64_t)w->size ? (int)f->words[0] : from + 1;
       pynccl_say(w->verdict.text, sizeof w->verdict.text, "%s", p->report ? p->report : "");
       w->verdict.place = f->words[1] <= strlen(w->verdict.text) ? (int)f->words[1] : 0;
+      w->verdict.relayed = f->words[2] != 0;
       w->verdict.count = 0;
       for (int r = 0; r < w->size && r < TROUBLE_RANKS; ++r)
         if (f->text[r / 8] >> r % 8 & 1) pynccl_add_rank(&w->verdict, r);

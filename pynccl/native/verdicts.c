@@ -78,7 +78,7 @@ void pynccl_publish(pynccl_watch* w, int trouble) {
   pynccl_frame told = {.kind = FRAME_TROUBLE,
                        .code = (uint32_t)trouble,
                        .number = (uint64_t)v->result,
-                       .words = {(uint64_t)v->reporter, (uint64_t)v->place}};
+                       .words = {(uint64_t)v->reporter, (uint64_t)v->place, (uint64_t)v->relayed}};
   for (int i = 0; i < v->count; ++i)
     if (v->ranks[i] < TROUBLE_RANKS) told.text[v->ranks[i] / 8] |= (char)(1 << v->ranks[i] % 8);
   if (trouble != PYNCCL_RANKS_FAILED) pynccl_tell_all(w, &told);

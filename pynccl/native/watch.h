@@ -42,6 +42,7 @@ typedef struct pynccl_verdict {
   int result;    // the library's code
   int reporter;  // 1 + the rank that found it; 0: this rank
   int place;     // bytes at the beginning of the text that name the rank which found it
+  int relayed;   // behind that the text names another rank, which has reported it to the one that found it
   int count;     // of the ranks that have failed; at a time-out of those that are behind the others,
                  // or have not come to a call that is checked
   int ranks[PYNCCL_MOST_RANKS];

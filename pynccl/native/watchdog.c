@@ -59,6 +59,7 @@ static void pynccl_conclude_library(pynccl_watch* w) {
   int mismatch = pyncclCpuNoMismatch, function = 0;
   if (w->handle) pyncclCpuGetErrorKind(w->handle, &mismatch);
   if (w->handle && pyncclCpuGetErrorPrefix(w->handle, &function, &w->verdict.place)) w->verdict.place = 0;
+  if (w->handle && pyncclCpuIsErrorReported(w->handle, &w->verdict.relayed)) w->verdict.relayed = 0;
   pynccl_publish(w, mismatch != pyncclCpuNoMismatch ? PYNCCL_MISMATCHED : PYNCCL_LIBRARY_FAILED);
 }
 

@@ -350,11 +350,13 @@ def test_what_an_error_is_about(rank: Rank) -> None:
     outcome(synchronize, comm)
     later = outcome(all_reduce, comm, x)
     about = api.pyncclCpuGetErrorPrefix(comm), str(api.ncclGetLastError(comm))
+    reported = api.pyncclCpuIsErrorReported(comm)
     key = outcome(api.ncclParamBind, place)
     rank.exchange()
     api.ncclCommAbort(comm)
     assert later[0] == INVALID_USAGE and later[1].count(f"rank {rank.rank} of 2") == 1, later
     assert about[0] == (0, len(place)) and about[1].startswith(place), about
+    assert reported == about[1].startswith((place + "rank 0 reports: ", place + "rank 1 reports: ")), about
     assert refused[1].startswith("ncclSend: ncclInvalidArgument: peer is 7"), refused
     assert f"; rank {rank.rank} of 2; " in refused[1], refused
     assert key[1].startswith("ncclParamBind: ncclInvalidArgument: no parameter is called"), key

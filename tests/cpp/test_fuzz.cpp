@@ -255,6 +255,7 @@ struct Calls {
     CALL(return pyncclCpuDeviceCount(OUT(int)));
     CALL(return pyncclCpuGetErrorKind(f.comm(), OUT(int)));
     CALL(return pyncclCpuGetErrorPrefix(f.comm(), OUT(int), OUT(int)));
+    CALL(return pyncclCpuIsErrorReported(f.comm(), OUT(int)));
     CALL(return pyncclCpuGetLateRank(f.any_int(), OUT(int)));
     CALL(return pyncclCpuIsGone(f.comm(), f.any_int(), OUT(int)));
     CALL(return pyncclCpuIsAwaited(f.comm(), f.any_int(), OUT(int)));

@@ -229,6 +229,7 @@ CPU_FUNCTIONS: dict[str, Version] = {
     "pyncclCpuEventSynchronize": (2, 32, 3),
     "pyncclCpuGetErrorKind": (2, 32, 3),
     "pyncclCpuGetErrorPrefix": (2, 32, 3),
+    "pyncclCpuIsErrorReported": (2, 32, 3),
     "pyncclCpuGetLateRank": (2, 32, 3),
     "pyncclCpuIsGone": (2, 32, 3),
     "pyncclCpuIsAwaited": (2, 32, 3),

@@ -199,6 +199,16 @@ def pyncclCpuGetErrorKind(comm: int) -> int:
     return int(out[0])
 
 
+def pyncclCpuIsErrorReported(comm: int) -> int:
+    out = _new("int*")
+    try:
+        if r := _library.pyncclCpuIsErrorReported(comm, out):
+            _check(r, "pyncclCpuIsErrorReported", comm)
+    except (TypeError, OverflowError) as error:
+        raise _argument_error(error, "uintptr_t", comm=comm) from None
+    return int(out[0])
+
+
 def pyncclCpuGetLateRank(index: int) -> int:
     out = _new("int*")
     try:

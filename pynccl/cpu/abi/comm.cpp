@@ -676,6 +676,14 @@ ncclResult_t pyncclCpuGetErrorPrefix(ncclComm_t comm, int* functionBytes, int* p
   });
 }
 
+ncclResult_t pyncclCpuIsErrorReported(ncclComm_t comm, int* reported) {
+  return guarded("pyncclCpuIsErrorReported", [&] {
+    REQUIRE_POINTER("pyncclCpuIsErrorReported", reported);
+    *reported = error_code_of(comm).reported;
+    return ncclSuccess;
+  });
+}
+
 ncclResult_t pyncclCpuGetLateRank(int index, int* rank) {
   return guarded("pyncclCpuGetLateRank", [&] {
     REQUIRE_POINTER("pyncclCpuGetLateRank", rank);

@@ -326,8 +326,11 @@ ErrorCode Comm::report(std::string* text) {
     code.place = 0;
     return code;
   }
-  *text = place + (refused_.load() ? kFailedEarlier : "") + error_text();
-  return placed(error_code());
+  ErrorCode code = error_code();
+  const bool refused = refused_.load();
+  *text = place + (refused ? kFailedEarlier : "") + error_text();
+  code.reported = code.reported && !refused;
+  return placed(code);
 }
 
 // Without memory a peer only sees the end of the connection.

@@ -282,7 +282,7 @@ ncclResult_t Meeting::meet(const std::string& mine, std::vector<std::string>* al
     if (part == Place::Comes || !absent.empty()) continue;
     absent = (part == Place::Absent ? "rank " + std::to_string(ranks[i]) + " reports: " : "") + all->back();
   }
-  return absent.empty() ? ncclSuccess : comm->say(ncclRemoteError, absent);
+  return absent.empty() ? ncclSuccess : comm->say({ncclRemoteError, Mismatch::None, true}, absent);
 }
 
 ncclResult_t Meeting::agree(const std::vector<std::string>& calls) const {
