@@ -19,9 +19,11 @@ import secrets
 import selectors
 import socket
 import struct
+import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pynccl._base.host import digest, loopback
@@ -62,6 +64,34 @@ def remember_host(host: str) -> None:
     """Remember the host of pynccl.init's rendezvous: the way to it is the way to the other ranks."""
     global _met_at
     _met_at = host
+
+
+# What holds connections that the watchdog does not have yet. In a forked child, open copies would hide the
+# death of this process from the other ranks.
+_holders: weakref.WeakSet[_Links | _Lines] = weakref.WeakSet()
+# Held while a connection has no holder, or two; a fork waits for it.
+_between_holders = threading.RLock()
+
+
+def _in_child() -> None:
+    for holder in list(_holders):
+        holder.close_copies()
+    _holders.clear()
+    _between_holders.release()
+
+
+os.register_at_fork(
+    before=_between_holders.acquire, after_in_parent=_between_holders.release, after_in_child=_in_child
+)
+
+
+@contextmanager
+def handing_over(lines: _Lines | None) -> Iterator[None]:
+    """Have the watchdog take a channel's connections."""
+    with _between_holders:
+        yield
+        if lines is not None:
+            _holders.discard(lines)
 
 
 # A function that gathers an equal number of bytes from every rank.
@@ -121,7 +151,8 @@ def connect(
         visible = [
             one.space == here and 0 < one.start == lib.pynccl_process_start(one.pid) for one in processes
         ]
-        lines.add(links.take_found(), late)
+        with _between_holders:
+            lines.add(links.take_found(), late)
         # What was opened belongs to the watchdog from now on.
         return Channel(lines.hand_over(), late, mesh, processes, visible, links.sessions)
 
@@ -150,6 +181,7 @@ class _Lines:
             if connection.line:
                 connection.socket = lib.PYNCCL_SHARED
         self._owned = True
+        _holders.add(self)
 
     @property
     def missing(self) -> frozenset[int]:
@@ -193,7 +225,16 @@ class _Lines:
         """Close what was not handed over."""
         if self._owned:
             self._owned = False
-            lib.pynccl_channel_give_up(self.number, self.rank, self.connections, self.size)
+            with _between_holders:
+                lib.pynccl_channel_give_up(self.number, self.rank, self.connections, self.size)
+                _holders.discard(self)
+
+    def close_copies(self) -> None:
+        """Close this forked child's copies of what was added; those of shared lines belong to native code."""
+        for connection in self.connections:
+            if connection.socket >= 0:
+                with suppress(OSError):
+                    os.close(connection.socket)
 
 
 def _number(key: bytes) -> int:
@@ -313,7 +354,9 @@ class _Links:
         self.found: dict[int, socket.socket | None] = {}
         self.sessions: dict[int, Session] = {}
         self.open: dict[socket.socket, _Link] = {}
+        self.calling: socket.socket | None = None
         self.selector = selectors.DefaultSelector()
+        _holders.add(self)
 
     def _scheme(self, caller: int, called: int) -> handshake.Scheme:
         pair = _HELLO.pack(_MAGIC, caller, called)
@@ -323,7 +366,7 @@ class _Links:
         for other in sorted(other for other in self.neighbours if other < self.rank):
             left = self.patience if self.deadline is None else max(0.1, self.deadline - time.monotonic())
             try:
-                sock = socket.create_connection(places[other], timeout=left)
+                sock = self._connect(places[other], left)
             except OSError as error:
                 _refuse_shortage(error)
                 self.found[other] = None
@@ -333,6 +376,18 @@ class _Links:
             self._add(sock, _Link(other, caller, scheme.answer_size))
             with suppress(OSError):
                 sock.send(_HELLO.pack(_MAGIC, self.rank, other) + caller.hello)
+
+    def _connect(self, place: tuple[str, int], seconds: float) -> socket.socket:
+        family = socket.AF_INET6 if ":" in place[0] else socket.AF_INET
+        with _between_holders:
+            self.calling = socket.socket(family)
+        self.calling.settimeout(seconds)
+        try:
+            self.calling.connect(place)
+        except BaseException:
+            self.calling.close()
+            raise
+        return self.calling
 
     def _add(self, sock: socket.socket, link: _Link) -> None:
         sock.setblocking(False)
@@ -369,13 +424,14 @@ class _Links:
         return []
 
     def _accept(self, hello_size: int) -> None:
-        try:
-            sock = self.listener.accept()[0]
-        except OSError as error:
-            _refuse_shortage(error)
-            return
-        with suppress(OSError):
-            self._add(sock, _Link(None, None, hello_size))
+        with _between_holders:
+            try:
+                sock = self.listener.accept()[0]
+            except OSError as error:
+                _refuse_shortage(error)
+                return
+            with suppress(OSError):
+                self._add(sock, _Link(None, None, hello_size))
 
     def _missing(self) -> list[int]:
         return sorted(self.neighbours - self.found.keys())
@@ -451,9 +507,9 @@ class _Links:
         self._found(sock, link.caller, session)
 
     def _found(self, sock: socket.socket, other: int, session: Session | None) -> None:
-        del self.open[sock]
-        self.selector.unregister(sock)
         self.found[other] = sock
+        self.selector.unregister(sock)
+        del self.open[sock]
         if session is not None:
             self.sessions[other] = session
 
@@ -468,6 +524,13 @@ class _Links:
         for sock in (*self.open, *(sock for sock in self.found.values() if sock is not None)):
             sock.close()
         self.selector.close()
+
+    def close_copies(self) -> None:
+        """Close this forked child's copies; a caller of the listener would wait for an answer."""
+        self.listener.close()
+        if self.calling is not None:
+            self.calling.close()
+        self.close()
 
 
 def _refuse_shortage(error: OSError) -> None:

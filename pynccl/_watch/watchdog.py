@@ -127,6 +127,7 @@ class Watch:
         if deadline is not None and until is not None:
             deadline = min(deadline, until)
         connections, number, mesh = ffi.NULL, 0, 0
+        lines = None
         late: list[int] = []
         lost = False
         sealing = _Sealing({}, 0)
@@ -135,7 +136,8 @@ class Watch:
         with _thread() as no_thread:
             if with_channel and self.size > 1:
                 opened = self._connect(handle, no_thread, deadline, look)
-                connections, number, mesh = opened.lines.connections, opened.lines.number, opened.mesh
+                lines, mesh = opened.lines, opened.mesh
+                connections, number = lines.connections, lines.number
                 late = opened.late
                 lost = bool(late) or any(each.socket == lib.PYNCCL_LINE_GONE for each in connections)
                 self.processes, self.visible = opened.processes, opened.visible
@@ -143,9 +145,10 @@ class Watch:
             if no_thread is not None:
                 raise no_thread
             end = _end_action()
-            code = lib.pynccl_watch_start(
-                self.c, connections, number, mesh, milliseconds, end, context, sealing.given
-            )
+            with channel.handing_over(lines):
+                code = lib.pynccl_watch_start(
+                    self.c, connections, number, mesh, milliseconds, end, context, sealing.given
+                )
         if code:
             raise _not_started(code)
         if self.visible:

@@ -490,7 +490,7 @@ def test_an_old_rank_does_not_grow() -> None:
 
 
 def is_slow_while_it_grows(rank: int, nranks: int, late: int, where: str, how: str, folder: str) -> Outcome:
-    """Rank `late` takes its time in a function, or is stopped, while it grows with the last rank, a new one."""
+    """Rank `late` is slow or stopped in a function while it grows with the last rank, a new one."""
     old = nranks - 1
     if rank == old:
         uid = read_id(folder, "first")

@@ -19,6 +19,7 @@ import pynccl
 from meeting import hear, interrupted_soon, tell, together
 from pynccl import Communicator, NcclError, NcclTimeoutError, Plan, capi
 from pynccl._library.binding import lib
+from pynccl._watch import channel
 from pynccl.testing import RankError, run
 
 RANKS = 8
@@ -669,6 +670,45 @@ def test_fork_after_init(tmp_path: Path) -> None:
         assert outcome[:2] == ("RankFailedError", [1])
         assert outcome[3] < SOON
         assert "forked" in refused
+
+
+def forks_in_init(rank: int, nranks: int, owner: str, step: str, folder: str) -> Outcome:
+    """A child that is forked while the control channel opens outlives the rank."""
+    kind = getattr(channel, owner)
+    going_on = getattr(kind, step)
+
+    def forked(*args: Any) -> Any:
+        setattr(kind, step, going_on)
+        done = going_on(*args)
+        child = os.fork()
+        if child == 0:
+            time.sleep(20)
+            os._exit(0)
+        Path(folder, "child").write_text(str(child))
+        return done
+
+    if rank == 1:
+        setattr(kind, step, forked)
+    comm = pynccl.init(timeout=20)
+    together(nranks)
+    if rank == 1:
+        die(folder)
+    outcome = told(folder, lambda: comm.all_reduce(np.ones(3)))
+    if rank == 0:
+        os.kill(int(Path(folder, "child").read_text()), signal.SIGKILL)
+    comm.abort()
+    return outcome
+
+
+@pytest.mark.parametrize(
+    ("owner", "step"),
+    [("_Links", "_connect"), ("_Links", "_found"), ("_Lines", "add"), ("_Lines", "hand_over")],
+)
+def test_fork_in_init(owner: str, step: str, tmp_path: Path) -> None:
+    results = run(3, forks_in_init, owner, step, str(tmp_path), backend="cpu", check=False, timeout=30)
+    for outcome in (results[0], results[2]):
+        assert outcome[:2] == ("RankFailedError", [1])
+        assert outcome[3] < SOON
 
 
 def interrupted(rank: int, nranks: int, wait: str) -> tuple[str, float]:
