@@ -14,6 +14,7 @@ from pynccl._base.installation import require_built as _require_built
 # Before every other import: it may change the folder that they come from.
 _require_built()
 
+from pynccl._base.interrupts import interrupted_later as _interrupted_later
 from pynccl._base.version import __version__ as __version__
 from pynccl._run import ended_record as _ended_record
 from pynccl._run import stack_requests as _stack_requests
@@ -133,15 +134,21 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__, *_MODULES})
 
 
+def _imported(module: str) -> object:
+    # Python drops a KeyboardInterrupt in the callbacks of its import system.
+    with _interrupted_later():
+        return _importlib.import_module(module)
+
+
 # mypy must see wrong names.
 if not _typing.TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
         if place := _PLACE.get(name):
-            value = globals()[name] = getattr(_importlib.import_module(place), name)
+            value = globals()[name] = getattr(_imported(place), name)
             return value
         if name in _MODULES:
-            return _importlib.import_module(f"pynccl.{name}")
+            return _imported(f"pynccl.{name}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}{_meant(name)}")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import sys
 from pathlib import Path
 
@@ -201,3 +202,27 @@ except AttributeError as error: assert "nonsense" in str(error)
 else: raise AssertionError
 """
     run_python(code)
+
+
+# Ctrl-C where Python drops the exception: a callback of a weak reference, when the lock of an import goes.
+INTERRUPTED = """
+import os, signal, sys, pynccl
+
+def interrupt(frame, event, arg):
+    if frame.f_code.co_name == "cb" and "importlib" in frame.f_code.co_filename:
+        sys.settrace(None)
+        print("interrupted", flush=True)
+        os.kill(os.getpid(), signal.SIGINT)
+
+sys.settrace(interrupt)
+comm = pynccl.init(rank=0, world_size=1)
+print("went on")
+"""
+
+
+def test_ctrl_c_in_the_first_use() -> None:
+    env = clean_environment() | {"PYNCCL_LIBRARY": "cpu"}
+    ended = completed([sys.executable, "-c", INTERRUPTED], env=env)
+    assert ended.stdout == "interrupted\n"
+    assert ended.returncode == -signal.SIGINT
+    assert ended.stderr.endswith("KeyboardInterrupt\n") and "ignored" not in ended.stderr

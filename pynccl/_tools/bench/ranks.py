@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import ctypes
 import os
-import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any, TypeVar
 
 import numpy as np
 
 import pynccl
 from pynccl._base.host import loopback, machine
+from pynccl._base.interrupts import interrupted_later
 from pynccl._base.values import check_int
 from pynccl._device.devices import on_device
 from pynccl._errors import NcclTimeoutError
@@ -29,24 +29,11 @@ Array = np.ndarray[Any, Any]
 T = TypeVar("T")
 
 
-@contextmanager
-def _interrupted_later() -> Iterator[None]:
-    """Raise the KeyboardInterrupt of a Ctrl-C at the end of a block, not inside it."""
-    seen: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, _: seen.append(number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-    if seen:
-        raise KeyboardInterrupt
-
-
 def _on_threads(count: int, work: Callable[[int], T]) -> list[T]:
     """Return what `work` returns for each number below `count`, on a thread each."""
     with ThreadPoolExecutor(count) as pool:
         # Those that have begun wait for the others.
-        with _interrupted_later():
+        with interrupted_later():
             begun = [pool.submit(work, i) for i in range(count)]
         return [each.result() for each in begun]
 
