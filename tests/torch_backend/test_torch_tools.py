@@ -171,6 +171,30 @@ def test_a_rank_that_does_not_suspend(rank: int, nranks: int, tmp_path: Path) ->
 
 @pytest.mark.slow  # each rank imports torch
 @on_ranks(2, timeout=200)
+def test_a_rank_that_is_refused_tells_the_others(rank: int, nranks: int, tmp_path: Path) -> None:
+    """A meeting counts on a rank whose call is refused, so that later meetings are of the same calls."""
+    backend = start(rank, nranks, str(tmp_path))
+    calls = {
+        "suspend": backend.suspend,
+        "resume": backend.resume,
+        "split_group": lambda: dist.group.WORLD.split_group([0, 1]),
+    }
+    for name, call in calls.items():
+        if rank == 1:
+            backend._start_coalescing()
+            missed(5, call, f"{name} cannot be coalesced", RuntimeError)
+            backend._end_coalescing()
+        else:
+            missed(5, call, rf"given up by rank 1 of group '0'.*{name} cannot be coalesced")
+        part = call()
+    x = torch.ones(3)
+    part.allreduce([x]).wait()
+    assert x.tolist() == [nranks] * 3
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow  # each rank imports torch
+@on_ranks(2, timeout=200)
 def test_threads_suspend_groups_of_their_own(rank: int, nranks: int, tmp_path: Path) -> None:
     """Ranks wait for each other without the GIL, which the thread of another group needs."""
     start(rank, nranks, str(tmp_path), seconds=20)

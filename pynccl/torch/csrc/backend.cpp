@@ -540,7 +540,6 @@ void Backend::for_each_comm(const std::string& name, const CommCall& call) {
 
 void Backend::suspend() {
   const std::string name = "suspend";
-  finish_all(name);
   meet(name);
   for_each_comm(name, [](Lane& lane, ncclComm_t comm) {
     return PYNCCL_KNOWN(*lane.api, ncclCommSuspend)(comm, NCCL_SUSPEND_MEM);
@@ -549,7 +548,6 @@ void Backend::suspend() {
 
 void Backend::resume() {
   const std::string name = "resume";
-  finish_all(name);
   meet(name);
   for_each_comm(name,
                 [](Lane& lane, ncclComm_t comm) { return PYNCCL_KNOWN(*lane.api, ncclCommResume)(comm); });
@@ -657,12 +655,10 @@ intrusive_ptr<c10d::Backend> Backend::split(const intrusive_ptr<c10d::Store>& st
   const int rank = at == ranks.end() ? -1 : int(at - ranks.begin());
   auto lock = entered();
   check_has_members();
-  TORCH_CHECK(!coalesced_, "split_group cannot be coalesced");
   // torch calls this once for each device type, although one backend serves all of them.
   if (split_store_ == store && split_ranks_ == ranks)
     if (auto before = split_.lock(); before || rank < 0) return before;
   lock.unlock();
-  finish_all("split_group");
   meet("split_group", ranks, [&] { check_members(ranks); });
   lock.lock();
   split_store_ = store, split_ranks_ = ranks;

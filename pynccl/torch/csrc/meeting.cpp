@@ -173,7 +173,7 @@ Backend::Meeting Backend::meeting(const std::string& name) {
           options_->timeout};
 }
 
-// `check` may refuse the call; then the other ranks learn why.
+// After the operations in flight. A rank whose call is refused, also by `check`, tells the others why.
 void Backend::meet(const std::string& name, const std::vector<int>& ranks,
                    const std::function<void()>& check) {
   const WithoutGil released;
@@ -185,6 +185,11 @@ void Backend::meet(const std::string& name, const std::vector<int>& ranks,
     return "";
   };
   try {
+    {
+      auto lock = entered();
+      TORCH_CHECK(!coalesced_, name, " cannot be coalesced");
+    }
+    finish_all(name);
     check();
     const bool first = all.come(rank_, ranks) == 1;
     all.wait(first, trouble);
