@@ -363,6 +363,9 @@ TEST_CASE("a report of a mismatch says once whose it is") {
     const std::string text = ncclGetLastError(comm);
     const size_t report = text.find(" reports: ");
     CHECK_EQ(report == std::string::npos, r == 1);
+    int reported = -1;
+    OK(pyncclCpuIsErrorReported(comm, &reported));
+    CHECK_EQ(reported, int(r != 1));
     CHECK_MESSAGE(text.find(" reports: ", report + 1) == std::string::npos, text);
     OK(ncclCommAbort(comm));
   });

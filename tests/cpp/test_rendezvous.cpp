@@ -73,9 +73,9 @@ TEST_CASE("an id book of gaps is bounded") {
   book.make(&first);
   for (int i = 0; i < 100000; ++i) {
     book.make(&id);
-    if (i % 2) book.done(id.serial, ncclInvalidUsage, "done");
+    if (i % 2) book.done(id.serial, {ncclInvalidUsage, "done", {}});
   }
-  IdBook::End end;
+  Failure end;
   CHECK(book.is_done(id.serial, &end));
   CHECK(!book.is_done(id.serial - 1, &end));
   CHECK(book.mine(id.token, id.serial));
@@ -100,6 +100,13 @@ TEST_CASE("an id with a changed byte") {
   }
 }
 
+// The ranks that the last error of this thread is about.
+std::vector<int> late_ranks() {
+  std::vector<int> late;
+  for (int rank; OK(pyncclCpuGetLateRank(int(late.size()), &rank)), rank >= 0;) late.push_back(rank);
+  return late;
+}
+
 TEST_CASE("missing ranks are listed in few words") {
   set("PYNCCL_CPU_INIT_TIMEOUT", "0.5");
   ncclUniqueId id = settled_id();
@@ -109,6 +116,11 @@ TEST_CASE("missing ranks are listed in few words") {
   CHECK(contains(text, "1 of 50000 ranks joined, missing ranks 0, 1, 2, 4, "));
   CHECK(contains(text, " and 49983 more"));
   CHECK(text.size() < 300);
+  // No list has all of them.
+  CHECK((late_ranks() == std::vector<int>{0, 1, 2, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16}));
+  int rank = -1;
+  CHECK_EQ(int(ncclCommUserRank(nullptr, &rank)), int(ncclInvalidArgument));
+  CHECK(late_ranks().empty());
 }
 
 // ---- several roots ----
@@ -171,6 +183,7 @@ TEST_CASE("several roots name who is missing") {
       // The shares are ranks 0 to 2, 3 to 4 and 5 to 6.
       bool named = contains(text, "missing rank " + std::to_string(absent));
       CHECK_MESSAGE(named, "rank ", rank, " without ", absent, ": ", text);
+      CHECK((late_ranks() == std::vector<int>{absent}));
     });
 }
 
