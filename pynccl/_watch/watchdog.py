@@ -183,7 +183,8 @@ class Watch:
             return channel.connect(self.rank, self.size, share, failure, deadline, look_twice)
         except NcclTimeoutError as error:
             raise NcclTimeoutError(
-                f"{error}. Set time-outs and check mode on all ranks of a communicator, or on none",
+                f"{error}: a rank is late, or has no time-out and no check mode, which are set on all ranks "
+                "of a communicator, or on none",
                 ranks=error.ranks,
                 rank=self.rank,
                 size=self.size,
