@@ -456,14 +456,14 @@ class Middle:
     """Sits between this rank and those that it calls: records what passes, and may change what is sent."""
 
     def __init__(self, change: Callable[[bytes], bytes]) -> None:
-        self.seen, self.change, self.real = b"", change, socket.create_connection
+        self.seen, self.change = b"", change
         self.active = threading.Event()
-        channel.socket.create_connection = self.connect  # type: ignore[attr-defined]
+        channel._Links._connect = self.connect  # type: ignore[method-assign, assignment]
 
     def connect(self, place: tuple[str, int], timeout: float) -> socket.socket:
-        there = self.real(place, timeout=timeout)
+        there = socket.create_connection(place, timeout=timeout)
         with socket.create_server(("127.0.0.1", 0)) as listener:
-            here = self.real(listener.getsockname(), timeout=timeout)
+            here = socket.create_connection(listener.getsockname(), timeout=timeout)
             mine, _ = listener.accept()
         for sends, ends in ((True, (mine, there)), (False, (there, mine))):
             threading.Thread(target=self.pump, args=(*ends, sends), daemon=True).start()
@@ -537,17 +537,17 @@ def test_frames_can_be_read_without_a_secret_only(secret: str) -> None:
 
 def among_strangers(rank: int, nranks: int) -> list[bytes]:
     """Rank 1 has strangers call rank 0 before it does so itself; answer what they were told."""
-    real, strangers = socket.create_connection, []
+    strangers = []
 
-    def connect(place: tuple[str, int], timeout: float) -> socket.socket:
+    def connect(links: channel._Links, place: tuple[str, int], timeout: float) -> socket.socket:
         known = channel._HELLO.pack(channel._MAGIC, 1, 0)
         for text in (b"x", os.urandom(200), known + os.urandom(48), known + bytes(48)):
-            strangers.append(real(place, timeout=timeout))
+            strangers.append(socket.create_connection(place, timeout=timeout))
             strangers[-1].sendall(text)
-        return real(place, timeout=timeout)
+        return socket.create_connection(place, timeout=timeout)
 
     if rank == 1:
-        channel.socket.create_connection = connect  # type: ignore[attr-defined]
+        channel._Links._connect = connect  # type: ignore[method-assign]
     comm = pynccl.init(timeout=20)
     comm.barrier()
     told = []
