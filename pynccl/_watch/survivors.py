@@ -23,6 +23,9 @@ _SLICE_MS = lib.PYNCCL_SLICE_MS
 _LATE, _PROOF = 1.0, 2.5
 # Seconds within which a rank that can be reached gives a sign of life, for each 64 ranks; between two looks.
 _RESPONSE, _RESPONSE_STEP = 1.2, 0.01
+# Seconds in which the messages come that a late rank sends just now, or that this rank missed while it was
+# stopped.
+_JUST_NOW = 0.2
 # Seconds that a rank with the last decision waits for the other ranks to have it.
 _LINGER = 1.0
 # Kinds of agreements: a shrink with abort=True, another shrink, and grow. With _BEGUN: a rank has begun one.
@@ -479,8 +482,14 @@ class Survivors:
         self.lost |= set_of(r for r in ranks_in(self.decided) if fates[r] & _SILENT)
 
     def leave_out(self, late: Iterable[int]) -> None:
-        """Do not wait for ranks that are late; they are told."""
-        self.excluded |= set_of(late) & self.decided & ~(1 << self.me)
+        """Do not wait for ranks that are late, unless they begin to agree just now; they are told."""
+        behind = set_of(late) & self.decided & ~(1 << self.me)
+
+        def absent() -> int:
+            return behind & ~set_of(sender for sender, which, _ in self.early if which == len(self.states))
+
+        self._pump_while(lambda: absent() & ~(self.lost | self.ended), _JUST_NOW)
+        self.excluded |= absent()
 
     def tell_all(self) -> None:
         """Stay until every rank that can be reached has begun: it then gets this rank's newest message."""

@@ -500,15 +500,21 @@ def is_slow_while_it_grows(rank: int, nranks: int, late: int, where: str, how: s
         return came
     comm = pynccl.init(rank=rank, world_size=old, timeout=3)
     pid = int(comm.all_gather(np.array([os.getpid()]))[late][0])
-    function = getattr(capi, where)
+    function, ended = getattr(capi, where), threading.Event()
 
     def slow(*args: Any) -> Any:
+        # The second grow calls the function itself, even if this call has been given up.
+        setattr(capi, where, function)
         if how == "stopped":
             os.kill(os.getpid(), signal.SIGSTOP)
+            # On a busy machine this thread runs on until the thread that takes the signal is scheduled.
+            time.sleep(0.5)
         else:
             hear("told")
-        setattr(capi, where, function)
-        return function(*args)
+        try:
+            return function(*args)
+        finally:
+            ended.set()
 
     if rank == late:
         setattr(capi, where, slow)
@@ -517,6 +523,9 @@ def is_slow_while_it_grows(rank: int, nranks: int, late: int, where: str, how: s
     if rank == 2:
         tell("told")
         os.kill(pid, signal.SIGCONT)
+    if rank == late:
+        # Its call was given up and may still run.
+        assert ended.wait(20)
     together(old, "over")
     assert total(comm) == old
     with comm, comm.grow(nranks, shared_id(comm, folder, "second")) as large:

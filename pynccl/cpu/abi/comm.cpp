@@ -243,12 +243,24 @@ ncclResult_t meet_to_grow(const GrowBlob& mine, const Meeting& meeting, Id* chos
   return choose_id(blobs, chosen);
 }
 
+// An old rank that has not joined may still wait for another one, so only that one is late.
+ncclResult_t blame_new_ranks(int old) {
+  const LateRanks all = late_ranks();
+  LateRanks late;
+  for (int i = 0; i < all.count; ++i)
+    if (all.ranks[i] >= old) late.add(all.ranks[i]);
+  return blame(late);
+}
+
 ncclResult_t run_grow(Child child, const GrowBlob& mine, const Meeting& meeting) {
   Id chosen;
   Session& session = child.comm->session;
   session.set_shape(child.parent->rank, mine.nranks);
   ncclResult_t r = meet_to_grow(mine, meeting, &chosen);
-  if (r == ncclSuccess) return init(child.comm, {chosen}, 0);
+  if (r == ncclSuccess) {
+    r = init(child.comm, {chosen}, 0);
+    return r == ncclTimeout ? blame_new_ranks(child.parent->session.nranks) : r;
+  }
   // New ranks may wait for this one.
   if (mine.has != GrowBlob::None) session.refuse(mine.id);
   return r;
