@@ -132,6 +132,15 @@ def missed(seconds: float, call: Any, match: str, error: Any = dist.DistBackendE
     assert time.monotonic() - begun < seconds
 
 
+def calls_of_all(backend: Any) -> dict[str, Any]:
+    """The calls before which all ranks meet."""
+    return {
+        "suspend": backend.suspend,
+        "resume": backend.resume,
+        "split_group": lambda: dist.group.WORLD.split_group([0, 1]),
+    }
+
+
 @pytest.mark.slow  # each rank imports torch
 @on_ranks(2, timeout=200)
 def test_a_rank_that_does_not_suspend(rank: int, nranks: int, tmp_path: Path) -> None:
@@ -140,12 +149,7 @@ def test_a_rank_that_does_not_suspend(rank: int, nranks: int, tmp_path: Path) ->
     backend._set_default_timeout(timedelta(seconds=2))
     store = dist.distributed_c10d._get_default_store()
     late = r"Timed out waiting 2000ms for {} on rank 0 of group '0' .*; it waits for a call of rank 1"
-    calls = {
-        "suspend": backend.suspend,
-        "resume": backend.resume,
-        "split_group": lambda: dist.group.WORLD.split_group([0, 1]),
-    }
-    for name, call in calls.items():
+    for name, call in calls_of_all(backend).items():
         if rank == 0:
             missed(20, call, late.format(name))
             store.set(f"missed {name}", "")
@@ -174,12 +178,7 @@ def test_a_rank_that_does_not_suspend(rank: int, nranks: int, tmp_path: Path) ->
 def test_a_rank_that_is_refused_tells_the_others(rank: int, nranks: int, tmp_path: Path) -> None:
     """A meeting counts on a rank whose call is refused, so that later meetings are of the same calls."""
     backend = start(rank, nranks, str(tmp_path))
-    calls = {
-        "suspend": backend.suspend,
-        "resume": backend.resume,
-        "split_group": lambda: dist.group.WORLD.split_group([0, 1]),
-    }
-    for name, call in calls.items():
+    for name, call in calls_of_all(backend).items():
         if rank == 1:
             backend._start_coalescing()
             missed(5, call, f"{name} cannot be coalesced", RuntimeError)
