@@ -23,8 +23,7 @@ _SLICE_MS = lib.PYNCCL_SLICE_MS
 _LATE, _PROOF = 1.0, 2.5
 # Seconds within which a rank that can be reached gives a sign of life, for each 64 ranks; between two looks.
 _RESPONSE, _RESPONSE_STEP = 1.2, 0.01
-# Seconds in which the messages come that a late rank sends just now, or that this rank missed while it was
-# stopped.
+# Seconds to wait for the message of a late rank: it is on its way, or came while this rank was stopped.
 _JUST_NOW = 0.2
 # Seconds that a rank with the last decision waits for the other ranks to have it.
 _LINGER = 1.0
@@ -482,7 +481,7 @@ class Survivors:
         self.lost |= set_of(r for r in ranks_in(self.decided) if fates[r] & _SILENT)
 
     def leave_out(self, late: Iterable[int]) -> None:
-        """Do not wait for ranks that are late, unless they begin to agree just now; they are told."""
+        """Exclude late ranks that do not begin the next agreement within a moment; they are told."""
         behind = set_of(late) & self.decided & ~(1 << self.me)
 
         def absent() -> int:

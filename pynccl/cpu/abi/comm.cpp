@@ -243,7 +243,7 @@ ncclResult_t meet_to_grow(const GrowBlob& mine, const Meeting& meeting, Id* chos
   return choose_id(blobs, chosen);
 }
 
-// An old rank that has not joined may still wait for another one, so only that one is late.
+// An old rank that has not joined may itself wait for another old rank: it is not named as late.
 ncclResult_t blame_new_ranks(int old) {
   const LateRanks all = late_ranks();
   LateRanks late;
