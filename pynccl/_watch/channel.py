@@ -19,13 +19,13 @@ import secrets
 import selectors
 import socket
 import struct
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from pynccl._base.forks import accept, no_fork, open_socket, own
 from pynccl._base.host import digest, loopback
 from pynccl._errors import BootstrapError, NcclError, NcclSystemError, descriptor_limit
 from pynccl._library.binding import ffi, lib
@@ -66,32 +66,26 @@ def remember_host(host: str) -> None:
     _met_at = host
 
 
-# What holds connections that the watchdog does not have yet. In a forked child, open copies would hide the
-# death of this process from the other ranks.
-_holders: weakref.WeakSet[_Links | _Lines] = weakref.WeakSet()
-# Held while a connection has no holder, or two; a fork waits for it.
-_between_holders = threading.RLock()
+# The lines that have connections and that the watchdog does not have yet.
+_all_lines: weakref.WeakSet[_Lines] = weakref.WeakSet()
 
 
 def _in_child() -> None:
-    for holder in list(_holders):
-        holder.close_copies()
-    _holders.clear()
-    _between_holders.release()
+    for lines in list(_all_lines):
+        lines.close_copies()
+    _all_lines.clear()
 
 
-os.register_at_fork(
-    before=_between_holders.acquire, after_in_parent=_between_holders.release, after_in_child=_in_child
-)
+os.register_at_fork(after_in_child=_in_child)
 
 
 @contextmanager
 def handing_over(lines: _Lines | None) -> Iterator[None]:
     """Have the watchdog take a channel's connections."""
-    with _between_holders:
+    with no_fork:
         yield
         if lines is not None:
-            _holders.discard(lines)
+            _all_lines.discard(lines)
 
 
 # A function that gathers an equal number of bytes from every rank.
@@ -151,7 +145,7 @@ def connect(
         visible = [
             one.space == here and 0 < one.start == lib.pynccl_process_start(one.pid) for one in processes
         ]
-        with _between_holders:
+        with no_fork:
             lines.add(links.take_found(), late)
         # What was opened belongs to the watchdog from now on.
         return Channel(lines.hand_over(), late, mesh, processes, visible, links.sessions)
@@ -181,7 +175,7 @@ class _Lines:
             if connection.line:
                 connection.socket = lib.PYNCCL_SHARED
         self._owned = True
-        _holders.add(self)
+        _all_lines.add(self)
 
     @property
     def missing(self) -> frozenset[int]:
@@ -225,9 +219,9 @@ class _Lines:
         """Close what was not handed over."""
         if self._owned:
             self._owned = False
-            with _between_holders:
+            with no_fork:
                 lib.pynccl_channel_give_up(self.number, self.rank, self.connections, self.size)
-                _holders.discard(self)
+                _all_lines.discard(self)
 
     def close_copies(self) -> None:
         """Close this forked child's copies of what was added; those of shared lines belong to native code."""
@@ -354,9 +348,7 @@ class _Links:
         self.found: dict[int, socket.socket | None] = {}
         self.sessions: dict[int, Session] = {}
         self.open: dict[socket.socket, _Link] = {}
-        self.calling: socket.socket | None = None
         self.selector = selectors.DefaultSelector()
-        _holders.add(self)
 
     def _scheme(self, caller: int, called: int) -> handshake.Scheme:
         pair = _HELLO.pack(_MAGIC, caller, called)
@@ -378,16 +370,14 @@ class _Links:
                 sock.send(_HELLO.pack(_MAGIC, self.rank, other) + caller.hello)
 
     def _connect(self, place: tuple[str, int], seconds: float) -> socket.socket:
-        family = socket.AF_INET6 if ":" in place[0] else socket.AF_INET
-        with _between_holders:
-            self.calling = socket.socket(family)
-        self.calling.settimeout(seconds)
+        sock = open_socket(socket.AF_INET6 if ":" in place[0] else socket.AF_INET)
+        sock.settimeout(seconds)
         try:
-            self.calling.connect(place)
+            sock.connect(place)
         except BaseException:
-            self.calling.close()
+            sock.close()
             raise
-        return self.calling
+        return sock
 
     def _add(self, sock: socket.socket, link: _Link) -> None:
         sock.setblocking(False)
@@ -424,14 +414,13 @@ class _Links:
         return []
 
     def _accept(self, hello_size: int) -> None:
-        with _between_holders:
-            try:
-                sock = self.listener.accept()[0]
-            except OSError as error:
-                _refuse_shortage(error)
-                return
-            with suppress(OSError):
-                self._add(sock, _Link(None, None, hello_size))
+        try:
+            sock = accept(self.listener)
+        except OSError as error:
+            _refuse_shortage(error)
+            return
+        with suppress(OSError):
+            self._add(sock, _Link(None, None, hello_size))
 
     def _missing(self) -> list[int]:
         return sorted(self.neighbours - self.found.keys())
@@ -525,13 +514,6 @@ class _Links:
             sock.close()
         self.selector.close()
 
-    def close_copies(self) -> None:
-        """Close this forked child's copies; a caller of the listener would wait for an answer."""
-        self.listener.close()
-        if self.calling is not None:
-            self.calling.close()
-        self.close()
-
 
 def _refuse_shortage(error: OSError) -> None:
     """Raise if the error is a shortage of this process, not a failure of the other end."""
@@ -552,7 +534,8 @@ def _check_secrets(rank: int, size: int, have: list[bool]) -> None:
 def _listen(host: str) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, 0), family=family, backlog=4096)
+        # A caller of a child's copy would wait for an answer.
+        return own(socket.create_server((host, 0), family=family, backlog=4096))
     except OSError as error:
         raise NcclSystemError(f"the control channel cannot listen at {host}: {error}") from error
 

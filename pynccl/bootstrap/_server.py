@@ -12,12 +12,12 @@ import socket
 import struct
 import threading
 import time
-import weakref
 from collections import Counter, deque
 from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn
 
+from pynccl._base.forks import accept, open_socket
 from pynccl._base.timeouts import check_timeout
 from pynccl._base.values import check_int, check_text, shown
 from pynccl._secure import handshake
@@ -178,7 +178,6 @@ class StoreServer:
         self._last_word = b""
         self._closing = threading.Lock()
         self._open = True
-        _servers.add(self)
         self._thread = _StoreThread(target=self._serve, name="pynccl-store", daemon=True)
         self._thread.start()
 
@@ -266,7 +265,7 @@ class StoreServer:
                 self._pause(True)
                 return
             try:
-                sock, _ = self._listener.accept()
+                sock = accept(self._listener)
             except OSError as error:
                 if error.errno in _FULL:
                     self._make_room(error, now)
@@ -656,7 +655,7 @@ def _listen(host: str, port: int, timeout: float) -> socket.socket:
         family, where = resolve(host, port, timeout)[0]
     except socket.gaierror as error:
         raise socket.gaierror(error.errno, f"{error.strerror}: host is {shown(host)}") from error
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener = open_socket(family)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         # Accepted connections inherit the option.
@@ -670,21 +669,3 @@ def _listen(host: str, port: int, timeout: float) -> socket.socket:
         listener.close()
         raise type(error)(error.errno, f"{error.strerror} ({format_address(host, port)})") from error
     return listener
-
-
-_servers: weakref.WeakSet[StoreServer] = weakref.WeakSet()
-
-
-def _in_child() -> None:
-    """Close a forked child's copies of the sockets, which would keep the server's port in use."""
-    for server in list(_servers):
-        if server._open:
-            # The parent tells them.
-            server._last_word = b""
-            server._close_files()
-            os.close(server._wake)
-    _servers.clear()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_in_child)

@@ -21,6 +21,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from pynccl._base import timeouts
+from pynccl._base.forks import open_socket
 from pynccl._base.timeouts import check_timeout
 from pynccl._base.values import check_int, check_list, check_text
 from pynccl._errors import BootstrapError
@@ -457,7 +458,7 @@ class Store:
     def _attempt(self, deadline: float, *, more: bool) -> Connection:
         addresses = resolve(*self._where, _left(deadline))
         for index, (family, where) in enumerate(addresses):
-            sock = socket.socket(family, socket.SOCK_STREAM)
+            sock = open_socket(family)
             try:
                 # Leave time for the other addresses if one does not respond.
                 sock.settimeout(_left(deadline) / (len(addresses) - index))

@@ -428,6 +428,54 @@ def test_a_rank_is_killed_while_it_waits(kind: str, who: int, tmp_path: Path) ->
             assert kind == "file" or took < 4.5, result
 
 
+def forks_and_dies(rank: int, nranks: int, folder: str, port: int, who: int, connects: int) -> Any:
+    """A child that is forked before a connection, or while the rank waits, outlives the rank."""
+    together(nranks)
+    method = method_of("master", folder, port)
+    made = 0
+
+    def fork() -> None:
+        child = os.fork()
+        if child == 0:
+            time.sleep(20)
+            os._exit(0)
+        Path(folder, "child").write_text(str(child))
+
+    def connects_to(event: str, arguments: Any) -> None:
+        nonlocal made
+        if event == "socket.connect" and arguments[0].family == socket.AF_INET:
+            made += 1
+            if made == connects:
+                fork()
+
+    if rank == who:
+        if connects:
+            sys.addaudithook(connects_to)
+        else:
+            threading.Timer(0.5, fork).start()
+        threading.Timer(0.7, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    if rank == 2:
+        time.sleep(1.2)
+    start = time.monotonic()
+    try:
+        text = fails_in_time(method, 8)
+    finally:
+        if rank == 2:
+            os.kill(int(Path(folder, "child").read_text()), signal.SIGKILL)
+    return text, time.monotonic() - start
+
+
+@pytest.mark.parametrize(("who", "connects"), [(1, 2), pytest.param(1, 0, marks=pytest.mark.slow), (0, 0)])
+def test_a_rank_forks_before_it_is_killed(who: int, connects: int, tmp_path: Path) -> None:
+    results = testing.run(
+        3, forks_and_dies, str(tmp_path), free_port(), who, connects, backend="cpu", check=False, timeout=30
+    )
+    assert "SIGKILL" in str(results[who])
+    text, took = results[1 - who]
+    assert text.startswith(f"RankFailedError: rank {who}"), results
+    assert took < 4.5, results
+
+
 def kills(pid: int) -> None:
     """End the server when both ranks wait for a third."""
     with Store(os.environ["PYNCCL_STORE"], "known to them all", timeout=30) as store:
