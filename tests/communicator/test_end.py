@@ -235,6 +235,7 @@ WAYS = [
     "exit",
     "exit in with",
 ]
+QUICK_WAYS = ("plain", "stream", "messages", "exit in with")
 
 
 EXITS_ALONE = """
@@ -293,7 +294,9 @@ def returns(engine: str, how: str, nranks: int, script: Path, runs: int) -> None
     end_well([*launch(nranks), str(script), how], nranks, runs)
 
 
-@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.parametrize(
+    "how", [way if way in QUICK_WAYS else pytest.param(way, marks=pytest.mark.slow) for way in WAYS]
+)
 def test_a_program_that_returns_ends_well(how: str, tmp_path: Path) -> None:
     returns("pynccl run", how, 4, tmp_path / "returns.py", 1)
 

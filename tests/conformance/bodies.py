@@ -11,8 +11,16 @@ from ranks import Body, stands_for
 
 from .ranks import Pool
 
+# The transports of which every test is in `make test`.
+QUICK = ("direct", "tcp")
 
-def on_pool(nranks: int, transports: Sequence[str] = (), **env: str) -> Callable[[Body], Callable[..., None]]:
+
+def transports(*names: str) -> list[Any]:
+    """Return parameters that stand for transports, most of whose code is that of the quick ones."""
+    return [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+def on_pool(nranks: int, transports: Sequence[Any] = (), **env: str) -> Callable[[Body], Callable[..., None]]:
     """Make a test of a function of a rank, over each transport; the test has its further parameters."""
 
     def decorate(body: Body) -> Callable[..., None]:

@@ -7,11 +7,12 @@ from typing import Any
 import numpy as np
 
 from .backend import capi
+from .bodies import transports
 from .scenario import FLOAT32, SUM, Floats, close, outcome, works
 from .worker import Rank
 
 N = 100
-TRANSPORTS = ["direct", "threads"]
+TRANSPORTS = transports("direct", "threads")
 
 Outcome = tuple[int, str]
 

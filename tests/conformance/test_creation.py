@@ -17,7 +17,7 @@ from meeting import free_port
 from processes import completed
 
 from .backend import capi
-from .bodies import on_pool
+from .bodies import on_pool, transports
 from .ranks import ROOT, Pool, Ranks
 from .scenario import (
     IN_PROGRESS,
@@ -37,7 +37,7 @@ from .scenario import (
 )
 from .worker import Rank
 
-TRANSPORTS = ["direct", "tcp", "threads"]
+TRANSPORTS = transports("direct", "tcp", "threads")
 
 
 def make_id(rank: Rank) -> bytes:

@@ -15,6 +15,7 @@ import pytest
 from meeting import until
 
 from .backend import capi
+from .bodies import transports
 from .ranks import Died, Ranks
 from .scenario import (
     INVALID_ARGUMENT,
@@ -33,7 +34,7 @@ from .scenario import (
 )
 from .worker import Rank
 
-TRANSPORTS = ["direct", "shm", "tcp", "mixed"]
+TRANSPORTS = transports("direct", "shm", "tcp", "mixed")
 # The promise is one second; the machine may be busy.
 SOON = 10.0
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from .backend import capi
-from .bodies import on_pool
+from .bodies import on_pool, transports
 from .scenario import (
     FLOAT32,
     INVALID_ARGUMENT,
@@ -26,7 +26,7 @@ from .scenario import (
 )
 from .worker import Rank
 
-TRANSPORTS = ["direct", "shm", "tcp", "threads"]
+TRANSPORTS = transports("direct", "shm", "tcp", "threads")
 SIZES = [10, 1_000_000]
 
 

@@ -12,7 +12,7 @@ import pytest
 from meeting import until
 
 from .backend import capi
-from .bodies import on_pool
+from .bodies import on_pool, transports
 from .ranks import Pool
 from .scenario import (
     FLOAT32,
@@ -34,7 +34,7 @@ from .scenario import (
 )
 from .worker import Rank
 
-TRANSPORTS = ["direct", "shm", "tcp", "threads"]
+TRANSPORTS = transports("direct", "shm", "tcp", "threads")
 REFUSED = (INVALID_ARGUMENT, INVALID_USAGE)
 
 

@@ -7,16 +7,18 @@ function, datatype and operation once with little data.
 from __future__ import annotations
 
 import time
+from itertools import product
 
 import pytest
 
+from .bodies import QUICK, transports
 from .cases import NRANKS, TRANSPORTS, all_cases, pairwise_cases, small_cases
 from .checks import check
 from .ranks import Pool
 
-QUICK = {*((nranks, transport) for nranks in (2, 3) for transport in TRANSPORTS), (4, "direct"), (4, "tcp")}
+CHOSEN = {*((2, transport) for transport in TRANSPORTS), *product((3, 4), QUICK)}
 GROUPS = [
-    pytest.param(*group, marks=[] if group in QUICK else pytest.mark.slow)
+    pytest.param(*group, marks=[] if group in CHOSEN else pytest.mark.slow)
     for group in ((nranks, transport) for transport in TRANSPORTS for nranks in NRANKS)
 ]
 
@@ -28,7 +30,7 @@ def test_pairwise(pool: Pool, nranks: int, transport: str) -> None:
 
 
 @pytest.mark.timeout(150)
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", transports(*TRANSPORTS))
 def test_every_function_datatype_and_operation(pool: Pool, transport: str) -> None:
     check(pool, 3, transport, small_cases())
 

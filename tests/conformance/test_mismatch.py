@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from .backend import capi
-from .bodies import on_pool
+from .bodies import on_pool, transports
 from .ranks import Pool
 from .scenario import (
     FLOAT32,
@@ -32,7 +32,7 @@ from .scenario import (
 )
 from .worker import Rank
 
-TRANSPORTS = ["direct", "shm", "tcp", "threads"]
+TRANSPORTS = transports("direct", "shm", "tcp", "threads")
 
 # Function, count, datatype, operation or None, root or peer or None.
 Call = tuple[str, int, int, int | None, int | None]

@@ -11,7 +11,7 @@ import pytest
 from meeting import until
 
 from .backend import capi
-from .bodies import on_pool
+from .bodies import on_pool, transports
 from .ranks import Pool
 from .scenario import (
     FLOAT32,
@@ -31,7 +31,7 @@ from .scenario import (
 )
 from .worker import Rank
 
-TRANSPORTS = ["direct", "shm", "tcp", "threads"]
+TRANSPORTS = transports("direct", "shm", "tcp", "threads")
 # Both below and above what travels inside a message's header slot.
 SIZES = [10, 300_000]
 

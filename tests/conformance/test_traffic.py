@@ -44,7 +44,7 @@ print(json.dumps(sent))
 
 
 @needs_root
-@pytest.mark.parametrize("per_host", [1, 3])
+@pytest.mark.parametrize("per_host", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_every_part_crosses_the_network_once(hosts: Hosts, per_host: int) -> None:
     """In units of the whole array, over both hosts; the ranks of a host count the same."""
     size = 2 * per_host

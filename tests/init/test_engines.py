@@ -143,6 +143,7 @@ def test_the_wrong_mpirun(mpich: dict[str, str]) -> None:
     assert len(said) == 2, text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nranks", RANKS)
 def test_torchrun(nranks: int) -> None:
     assert ranks_of(run([*torchrun(nranks), *example()[1:]]), nranks) == list(range(nranks))

@@ -62,7 +62,11 @@ def same_device(rank: int, nranks: int) -> str:
 @pytest.mark.parametrize(
     ("version", "advice"),
     [
-        ("2.28.9", "use NCCL >= 2.30, or set a different NCCL_HOSTID on each rank"),
+        pytest.param(
+            "2.28.9",
+            "use NCCL >= 2.30, or set a different NCCL_HOSTID on each rank",
+            marks=pytest.mark.slow,
+        ),
         ("2.30.4", "set NCCL_MULTI_RANK_GPU_ENABLE=1 on every rank"),
     ],
 )
@@ -89,7 +93,7 @@ def sharing(rank: int, nranks: int, names: dict[str, str]) -> str:
         pytest.param("2.28.9", {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}, False, marks=pytest.mark.slow),
         pytest.param("2.30.4", {"NCCL_MULTI_RANK_GPU_ENABLE": "0"}, False, marks=pytest.mark.slow),
         ("2.28.9", {"NCCL_HOSTID": "machine {rank}"}, True),
-        ("2.28.9", {"NCCL_HOSTID": "one machine"}, False),
+        pytest.param("2.28.9", {"NCCL_HOSTID": "one machine"}, False, marks=pytest.mark.slow),
     ],
 )
 def test_sharing_a_device_on_purpose(gpus: Gpus, version: str, names: dict[str, str], good: bool) -> None:

@@ -475,7 +475,7 @@ sys.exit(int(os.environ.get("CODE", "0")))
 """
 
 
-@pytest.mark.parametrize("args", [["1"], ["0"], ["1", "after an init"]])
+@pytest.mark.parametrize("args", [pytest.param(["1"], marks=pytest.mark.slow), ["0"], ["1", "after an init"]])
 def test_a_rank_that_ends_without_init(script: Script, args: list[str]) -> None:
     done = launch("-n", "3", "--cpu", script(LEAVES), *args)
     assert f"rank {args[0]} of 3 exited with code 0, without this call of pynccl.init" in done.stderr

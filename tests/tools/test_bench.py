@@ -53,7 +53,7 @@ def test_the_lines_are_those_of_nccl_tests() -> None:
 
 
 # Some of them; `make test-slow` has all.
-QUICK_PROGRAMS = ("all_reduce", "alltoall", "sendrecv", "put_signal")
+QUICK_PROGRAMS = ("all_reduce", "alltoall")
 
 
 @pytest.mark.parametrize(
@@ -221,13 +221,15 @@ def test_the_document_of_a_run_that_fails(tmp_path: Path, thread: str) -> None:
                 "warmup iters: 0 iters: 2 agg iters: 1 validation: 3",
             ],
         ),
-        (
+        pytest.param(
             ["-z", "2", "-m", "2", "-R", "2"],
             ["# Blocking Enabled: wait after each inner iteration (-m), no barrier \n"],
+            marks=pytest.mark.slow,
         ),
-        (
+        pytest.param(
             ["-z", "3", "-a", "3", "-T", "20"],
             ["# Blocking Enabled: wait and barrier after each outer iteration (-n); time excludes"],
+            marks=pytest.mark.slow,
         ),
     ],
 )
@@ -372,7 +374,7 @@ TWO = (
 @pytest.mark.parametrize(
     ("args", "variables", "nranks", "iterations", "told"),
     [
-        (["-n", "2"], {}, 2, 20, TWO),
+        pytest.param(["-n", "2"], {}, 2, 20, TWO, marks=pytest.mark.slow),
         (["-n2", "--iters", "3"], {}, 2, 3, TWO),
         (["--iters", "3"], {}, 1, 3, ALONE),
         (["-g", "1", "-n", "3"], {}, 1, 3, ALONE),
@@ -541,12 +543,17 @@ def test_ranks_within_a_rank() -> None:
         (["-r", "2"], {}, "reduce: -r 2; expected a rank, 0 to 1"),
         (["-J", "/nowhere/x.json"], {}, "reduce: -J /nowhere/x.json cannot be written: No such file"),
         ([], {"NCCL_TESTS_SPLIT": "XOR 3"}, "NCCL_TESTS_SPLIT is 'XOR 3'; expected AND, OR, MOD or DIV"),
-        ([], {"NCCL_TESTS_SPLIT": "DIV 0"}, "NCCL_TESTS_SPLIT is 'DIV 0'; expected a number other than 0"),
-        ([], {"NCCL_TESTS_SPLIT": "MOD"}, "NCCL_TESTS_SPLIT is 'MOD'; expected AND, OR, MOD or DIV"),
-        ([], {"NCCL_TESTS_MIN_BW": "fast"}, "NCCL_TESTS_MIN_BW is 'fast'; expected a number of GB/s"),
-        ([], {"NCCL_TESTS_MIN_BW": "nan"}, "NCCL_TESTS_MIN_BW is 'nan'; expected a number of GB/s"),
-        ([], {"NCCL_TESTS_DEVICE": "99999999999"}, "NCCL_TESTS_DEVICE is 99999999999; expected a device's"),
         (["-g", "2"], {"NCCL_TESTS_DEVICE": "x"}, "NCCL_TESTS_DEVICE is 'x'; expected a number"),
+        *(
+            pytest.param([], {name: value}, f"{name} is {told}", marks=pytest.mark.slow)
+            for name, value, told in (
+                ("NCCL_TESTS_SPLIT", "DIV 0", "'DIV 0'; expected a number other than 0"),
+                ("NCCL_TESTS_SPLIT", "MOD", "'MOD'; expected AND, OR, MOD or DIV"),
+                ("NCCL_TESTS_MIN_BW", "fast", "'fast'; expected a number of GB/s"),
+                ("NCCL_TESTS_MIN_BW", "nan", "'nan'; expected a number of GB/s"),
+                ("NCCL_TESTS_DEVICE", "99999999999", "99999999999; expected a device's"),
+            )
+        ),
     ],
 )
 def test_wrong_settings(args: list[str], variables: dict[str, str], words: str) -> None:
@@ -1040,7 +1047,7 @@ def screen(written: str) -> list[str]:
     return shown
 
 
-@pytest.mark.parametrize("both", [True, False])
+@pytest.mark.parametrize("both", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_progress_in_a_terminal(both: bool) -> None:
     written, piped, code = in_a_terminal(*IN_A_TERMINAL, both=both)
     assert code == 0

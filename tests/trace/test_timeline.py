@@ -83,6 +83,7 @@ def test_a_communicator_without_findings_does_not_stand_out(run_python: Run, tmp
     assert "finding" not in [kind for kind, _ in paragraphs]
 
 
+@pytest.mark.slow
 def test_a_hang(run_python: Run, tmp_path: Path, chromium: Browser) -> None:
     env = {"PYNCCL_TRACE_DIR": str(tmp_path), "PYNCCL_TRACE_STACKS": "1"}
     run(3, programs.missing, backend="cpu", check=False, timeout=30, env=env)

@@ -521,6 +521,7 @@ def test_a_huge_size_is_no_work(tmp_path: Path) -> None:
     assert f"rank 7 waits in send #1 to rank {1 << 30} (float32, 4), which left no file" in text
 
 
+@pytest.mark.slow
 def test_many_ranks(tmp_path: Path) -> None:
     """What is said takes time in proportion to what there is to say."""
     calls = [reduce(seq) for seq in range(1, 30)]
