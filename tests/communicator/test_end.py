@@ -235,7 +235,7 @@ WAYS = [
     "exit",
     "exit in with",
 ]
-QUICK_WAYS = ("plain", "stream", "messages", "exit in with")
+QUICK_WAYS = ("plain", "barrier", "timeout", "exit in with")
 
 
 EXITS_ALONE = """
