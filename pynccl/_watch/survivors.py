@@ -521,7 +521,10 @@ class Survivors:
         return self.lost & ~(self.ended | self.decided)
 
     def _can_mislead(self) -> bool:
-        """Tell whether a rank that has no connection, but may be alive, can learn of this process's end."""
+        """Tell whether a rank without a connection, but maybe alive, can go on after this process's end."""
+        if self.kind == GROWING:
+            # No rank grows without the others.
+            return False
         fates = self._fates()
         lost = (r for r in ranks_in(self._outside()) if fates[r] & _GONE)
         return any(is_told() or self.watch.visible[r] for r in lost)

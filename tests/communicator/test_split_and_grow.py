@@ -19,9 +19,10 @@ import numpy as np
 import pytest
 
 import pynccl
-from meeting import census, hear, leave_descriptors, publish, tell, together, until
+from meeting import census, hear, leave_descriptors, publish, starved, tell, together, until
 from pynccl import Communicator, NcclError, NcclTimeoutError, RankFailedError, UniqueId, capi
 from pynccl._comm.core import Core
+from pynccl._watch.survivors import _PROOF
 from pynccl.testing import RankError, run
 from ranks import on_ranks, total
 
@@ -469,6 +470,34 @@ def test_the_last_rank_grows(tmp_path: Path) -> None:
     assert first[0] == "NcclTimeoutError"
     assert "new rank 1 did not join within 3 s" in first[2]
     assert others == [True, True, (2, 1)]
+
+
+def dies_while_it_grows(rank: int, nranks: int, victim: int, seconds: float) -> tuple[Outcome, float]:
+    """The victim dies in grow, whose new rank never comes."""
+    comm = pynccl.init(timeout=20)
+    uid = comm.get_unique_id() if rank == 0 else None
+    together(nranks)
+    if rank == victim:
+        threading.Timer(seconds, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+    before = starved()
+    return outcome(lambda: comm.grow(nranks + 1, uid)), starved() - before
+
+
+@pytest.mark.parametrize(
+    ("victim", "seconds"),
+    [
+        (1, 0.03),
+        pytest.param(0, 0.03, marks=pytest.mark.slow),
+        *(pytest.param(1, seconds, marks=pytest.mark.slow) for seconds in (0, 0.01, 0.02, 0.05, 0.08)),
+    ],
+)
+def test_an_old_rank_dies_while_it_grows(victim: int, seconds: float) -> None:
+    """The others do not wait as after a shrink, where a lost rank could go on by itself."""
+    results = run(3, dies_while_it_grows, victim, seconds, backend="cpu", check=False, timeout=40)
+    assert isinstance(results.pop(victim), RankError)
+    for (kind, ranks, _, took), lacked in results:
+        assert (kind, ranks) == ("RankFailedError", [victim]), results
+        assert took < _PROOF / 2 + 2 * lacked, results
 
 
 def misses_grow(rank: int, nranks: int) -> Outcome | None:
