@@ -325,3 +325,19 @@ def pyncclCpuGetErrorPrefix(comm: int) -> tuple[int, int]:
     except (TypeError, OverflowError) as error:
         raise _argument_error(error, "uintptr_t", comm=comm) from None
     return function[0], place[0]
+
+
+def pyncclCpuRefuseToGrow(
+    comm: int, uniqueId: bytes | None, result: int, why: str, lateRanks: Sequence[int], lateRanksCount: int
+) -> int:
+    uid = _ffi.NULL if uniqueId is None else _id(uniqueId)
+    ranks = _ints(lateRanks, lateRanksCount, "lateRanks")
+    try:
+        text = _check_text(why, "why").encode()
+        if r := _library.pyncclCpuRefuseToGrow(comm, uid, result, text, ranks, lateRanksCount):
+            _check(r, "pyncclCpuRefuseToGrow", comm)
+    except (TypeError, OverflowError) as error:
+        raise _argument_error(
+            error, "uintptr_t, int, int", comm=comm, result=result, lateRanksCount=lateRanksCount
+        ) from None
+    return r

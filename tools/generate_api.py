@@ -30,7 +30,7 @@ HAND = frozenset(
         *("ncclCommWindowRegister", "ncclCommQueryProperties", "ncclGroupSimulateEnd", "ncclWaitSignal"),
         *("ncclGetErrorString", "ncclGetLastError", "ncclSetEncryption"),
         *("ncclParamGet", "ncclParamGetParameter", "ncclParamGetAllParameterKeys"),
-        *("pyncclCpuGetAlgorithm", "pyncclCpuGetErrorPrefix"),
+        *("pyncclCpuGetAlgorithm", "pyncclCpuGetErrorPrefix", "pyncclCpuRefuseToGrow"),
         *("ncclDevCommCreate", "ncclDevCommDestroy", "ncclGetMultimemDevicePointer"),
         *(f"ncclGet{whose}DeviceLeInfo" for whose in ("Multimem", "Cft", "Peer")),
         *(f"ncclGin{what}CreateRequirement" for what in ("Barrier", "Outbox", "InboxA2A")),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import copy
 from typing import Literal
 
@@ -17,6 +17,7 @@ from pynccl._comm.end import abort, adopt
 from pynccl._device import streams
 from pynccl._errors import NcclError, NcclRemoteError, NcclTimeoutError, RankFailedError
 from pynccl._library.binding import lib
+from pynccl._library.generated.api import ncclRemoteError
 from pynccl._library.status import IN_PROGRESS, check
 from pynccl._memory.owner import used_streams
 from pynccl._trace import recorder
@@ -276,43 +277,62 @@ def _grow(core: Core, nranks: int, unique_id: bytes | None, config: ConfigLike) 
         return child
     child = new_child(core, GROW, nranks, also)
     with core.alone(), core.announced(GROW.kind, nranks):
-        _grow_by_agreement(core, child, nranks, call)
+        _grow_by_agreement(core, child, nranks, unique_id, call)
     adopt(core, child)
     return child
 
 
-def _grow_by_agreement(core: Core, child: Core, nranks: int, call: Callable[[], int]) -> None:
+def _grow_by_agreement(
+    core: Core, child: Core, nranks: int, unique_id: bytes | None, call: Callable[[], int]
+) -> None:
     """Create `child` on all ranks or on none; `core` does not change."""
     core.attempts[GROWING] += 1
     number = core.attempts[GROWING]
     old = Survivors(core.watch, core.not_aborted, (), False, GROWING, number, final=False, doing="growing")
     everybody = (1 << core.size) - 1
     child.until = time.monotonic() + (core.timeout or SECONDS)
+    with _telling_new_ranks(core, unique_id):
+        old.agree(0)
+        _require_all(core, old, everybody)
     # All old ranks are here; from now on they wait for the new ranks.
-    old.agree(0)
     failure: NcclError | None = None
-    if old.decided == everybody:
-        # If a rank fails, the old ranks keep their communicator; the new ranks must not go on by themselves.
-        child.goes_on = True
-        try:
-            create(child, GROW.function, call, core.device, old.look)
-        except NcclError as error:
-            # The time-outs of the old ranks end within a moment; one of them hears of another's.
-            late = not isinstance(error, RankFailedError) and time.monotonic() > child.until - _MOMENT
-            behind = error.ranks if isinstance(error, NcclTimeoutError) else []
-            late = late and all(rank >= core.size for rank in behind)
-            failure = _not_come(core, nranks, behind) if late else error
-            old.lose_silent()
-            old.leave_out(behind)
-        made = old.agree(0 if failure else MADE).flags & MADE
-        old.linger()
-        if made and old.decided == everybody:
-            child.goes_on = False
-            return
-        if failure is None:
-            abort(child)
+    # If a rank fails, the old ranks keep their communicator; the new ranks must not go on by themselves.
+    child.goes_on = True
+    try:
+        create(child, GROW.function, call, core.device, old.look)
+    except NcclError as error:
+        # The time-outs of the old ranks end within a moment; one of them hears of another's.
+        late = not isinstance(error, RankFailedError) and time.monotonic() > child.until - _MOMENT
+        behind = error.ranks if isinstance(error, NcclTimeoutError) else []
+        late = late and all(rank >= core.size for rank in behind)
+        failure = _not_come(core, nranks, behind) if late else error
+        old.lose_silent()
+        old.leave_out(behind)
+    made = old.agree(0 if failure else MADE).flags & MADE
+    old.linger()
+    if made and old.decided == everybody:
+        child.goes_on = False
+        return
+    if failure is None:
+        abort(child)
     _require_all(core, old, everybody)
     raise failure or old.other_failure()
+
+
+@contextmanager
+def _telling_new_ranks(core: Core, unique_id: bytes | None) -> Iterator[None]:
+    """Tell an error to the new ranks, which wait for ranks that then do not call ncclCommGrow."""
+    try:
+        yield
+    except NcclError as error:
+        ranks = error.ranks if isinstance(error, RankFailedError) else []
+        if lib.cpu_api_find(b"pyncclCpuRefuseToGrow"):
+            # Another thread may have aborted the communicator.
+            with suppress(NcclError):
+                capi.pyncclCpuRefuseToGrow(
+                    core.open(), unique_id, ncclRemoteError, str(error), ranks, len(ranks)
+                )
+        raise
 
 
 def _not_come(core: Core, nranks: int, missing: Sequence[int]) -> NcclTimeoutError:

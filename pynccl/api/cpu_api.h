@@ -64,6 +64,9 @@ ncclResult_t pyncclCpuIsErrorReported(ncclComm_t comm, int* reported); // since 
 // The ranks that the last error of this thread is about, by index, if it is that of a creation: those for which a
 // time-out has waited (16 at most), or the one that has died or left (ncclRemoteError). -1: there are no more.
 ncclResult_t pyncclCpuGetLateRank(int index, int* rank); // since 2.32.3
+// In place of ncclCommGrow, on a rank that exists and cannot call it: new ranks that join with the id that it passes or has
+// made get this error, which is about these ranks (16 at most).
+ncclResult_t pyncclCpuRefuseToGrow(ncclComm_t comm, const ncclUniqueId* uniqueId, ncclResult_t result, const char* why, const int* lateRanks, int lateRanksCount); // since 2.32.3
 // A pyncclCpuGone_t.
 ncclResult_t pyncclCpuIsGone(ncclComm_t comm, int rank, int* gone); // since 2.32.3
 // Whether a call of the communicator has waited for a call of that rank for more than 0.15 seconds, or if a call

@@ -500,22 +500,40 @@ def test_an_old_rank_dies_while_it_grows(victim: int, seconds: float) -> None:
         assert took < _PROOF / 2 + 2 * lacked, results
 
 
-def misses_grow(rank: int, nranks: int) -> Outcome | None:
-    """One of the old ranks does not call grow."""
-    with pynccl.init(timeout=3) as comm:
-        uid = comm.get_unique_id() if rank == 0 else None
-        came = outcome(lambda: comm.grow(nranks + 1, uid)) if rank != 1 else None
-        together(nranks, "over")
-        assert total(comm) == 3
+def misses_grow(rank: int, nranks: int, stays: bool, folder: str) -> Outcome | None:
+    """Rank 1 does not call grow; the others stay, and grow again, or leave as soon as they know."""
+    old = nranks - 1
+    if rank == old:
+        came = outcome(lambda: Communicator.join(nranks, read_id(folder, "first"), rank, timeout=20))
+        if stays:
+            with Communicator.join(nranks, read_id(folder, "second"), rank, timeout=10) as large:
+                assert total(large) == nranks
         return came
+    comm = pynccl.init(rank=rank, world_size=old, timeout=3)
+    uid = shared_id(comm, folder, "first")
+    came = outcome(lambda: comm.grow(nranks, uid)) if rank != 1 else None
+    if not stays:
+        hear("over") if rank == 1 else tell("over")
+        comm.abort()
+        return came
+    together(old, "over")
+    assert total(comm) == old
+    with comm, comm.grow(nranks, shared_id(comm, folder, "second")) as large:
+        assert total(large) == nranks
+    return came
 
 
-def test_an_old_rank_does_not_grow() -> None:
-    first, _, third = run(3, misses_grow, backend="cpu", timeout=30)
-    for kind, ranks, text, took in (first, third):
-        assert (kind, ranks) == ("RankFailedError", [1])
-        assert text == "growing the communicator: rank 1 did not take part within 3 s"
+@pytest.mark.parametrize("stays", [True, False])
+def test_an_old_rank_does_not_grow(stays: bool, tmp_path: Path) -> None:
+    """A new rank hears of it as soon as the old ones have given up, and names it, too."""
+    first, _, third, new = run(4, misses_grow, stays, str(tmp_path), backend="cpu", timeout=40)
+    text = "growing the communicator: rank 1 did not take part within 3 s"
+    for kind, ranks, told, took in (first, third):
+        assert (kind, ranks, told) == ("RankFailedError", [1], text)
         assert took < 3 + SOON
+    kind, ranks, told, took = new
+    assert (kind, ranks) == ("RankFailedError", [1]) and f"rank 0 reports: {text}" in told, new
+    assert took < 3 + SOON
 
 
 def is_slow_while_it_grows(rank: int, nranks: int, late: int, where: str, how: str, folder: str) -> Outcome:

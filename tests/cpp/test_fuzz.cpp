@@ -257,6 +257,9 @@ struct Calls {
     CALL(return pyncclCpuGetErrorPrefix(f.comm(), OUT(int), OUT(int)));
     CALL(return pyncclCpuIsErrorReported(f.comm(), OUT(int)));
     CALL(return pyncclCpuGetLateRank(f.any_int(), OUT(int)));
+    CALL(int ranks[20] = {}; ncclUniqueId id = f.id(); return pyncclCpuRefuseToGrow(
+             f.comm(), f.below(2) ? nullptr : &id, ncclResult_t(f.any_int()), f.below(2) ? "" : nullptr,
+             f.below(2) ? ranks : nullptr, int(f.below(21))));
     CALL(return pyncclCpuIsGone(f.comm(), f.any_int(), OUT(int)));
     CALL(return pyncclCpuIsAwaited(f.comm(), f.any_int(), OUT(int)));
     CALL(return pyncclCpuParentRank(f.comm(), f.any_int(), OUT(int)));

@@ -46,6 +46,7 @@ static void hex(const char* name, const void* data, int size) {
 _ARRAYS = {
     "ncclCommInitAll": {"devlist": ("ndev", "int"), "comm": ("ndev", "out")},
     "ncclCommShrink": {"excludeRanksList": ("excludeRanksCount", "int")},
+    "pyncclCpuRefuseToGrow": {"lateRanks": ("lateRanksCount", "int")},
     "ncclCommInitRankScalable": {"commIds": ("nId", "id")},
     "ncclWaitSignal": {"signalDescs": ("nDesc", "desc")},
 }

@@ -46,7 +46,7 @@ def expected_log(name: str, given: dict[str, Any]) -> str:
         if param not in given:
             continue
         value = given[param]
-        if param in ("devlist", "excludeRanksList"):
+        if param in ("devlist", "excludeRanksList", "lateRanks"):
             value = struct.pack(f"{len(value)}i", *value).hex()
         elif param == "signalDescs":
             value = b"".join(struct.pack("4i", *desc) for desc in value).hex()

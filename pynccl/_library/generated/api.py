@@ -231,6 +231,7 @@ CPU_FUNCTIONS: dict[str, Version] = {
     "pyncclCpuGetErrorPrefix": (2, 32, 3),
     "pyncclCpuIsErrorReported": (2, 32, 3),
     "pyncclCpuGetLateRank": (2, 32, 3),
+    "pyncclCpuRefuseToGrow": (2, 32, 3),
     "pyncclCpuIsGone": (2, 32, 3),
     "pyncclCpuIsAwaited": (2, 32, 3),
     "pyncclCpuParentRank": (2, 32, 3),

@@ -705,6 +705,23 @@ ncclResult_t pyncclCpuGetLateRank(int index, int* rank) {
   });
 }
 
+ncclResult_t pyncclCpuRefuseToGrow(ncclComm_t comm, const ncclUniqueId* uniqueId, ncclResult_t result,
+                                   const char* why, const int* lateRanks, int lateRanksCount) {
+  const char* function = "pyncclCpuRefuseToGrow";
+  return guarded(function, [&] {
+    std::shared_ptr<Comm> c;
+    if (ncclResult_t r = any_comm_of(comm, function, &c); r != ncclSuccess) return r;
+    REQUIRE_POINTER(function, why);
+    REQUIRE_POINTER(function, lateRanks);
+    LateRanks late;
+    for (int i = 0; i < lateRanksCount; ++i) late.add(lateRanks[i]);
+    const GrowBlob mine = grow_blob(*c, 0, uniqueId);
+    set_last_error(result, why, late);
+    if (mine.has != GrowBlob::None) c->session.refuse(mine.id);
+    return ncclSuccess;
+  });
+}
+
 ncclResult_t pyncclCpuIsGone(ncclComm_t comm, int rank, int* gone) {
   return ask_of("pyncclCpuIsGone", "gone", comm, rank, gone, [&](Comm& c) {
     std::lock_guard<std::mutex> lock(c.session.mutex);
