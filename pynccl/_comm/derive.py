@@ -12,6 +12,7 @@ from pynccl._base.values import is_int, shown
 from pynccl._comm.core import Core
 from pynccl._comm.create import take
 from pynccl._comm.end import abort, abort_if_made, adopt
+from pynccl._device.blocking import LINGER
 from pynccl._device.devices import on_device
 from pynccl._errors import NcclError, NcclRemoteError, NcclTimeoutError
 from pynccl._library.generated import kinds
@@ -48,7 +49,13 @@ SHRINK = How(kinds.SHRINK, by_all=False)
 
 
 def new_child(core: Core, how: How, detail: object, also: str = "") -> Core:
-    """Return the core of a communicator to be derived; its name is the same on all ranks."""
+    """Return the core of a communicator to be derived; its name is the same on all ranks.
+
+    First a grow that was given up ends: the library matches the ranks' calls in their order.
+    """
+    core.grown.wait(LINGER)
+    # NCCL's own calls may go on for long.
+    core.grown.set()
     child = Core(core.timeout)
     core.derived[how.name] += 1
     child.identity = recorder.identify(core.identity, how.name, core.derived[how.name], detail)

@@ -296,10 +296,18 @@ def _grow_by_agreement(
         _require_all(core, old, everybody)
     # All old ranks are here; from now on they wait for the new ranks.
     failure: NcclError | None = None
+    core.grown.clear()
+
+    def whole_call() -> int:
+        try:
+            return call()
+        finally:
+            core.grown.set()
+
     # If a rank fails, the old ranks keep their communicator; the new ranks must not go on by themselves.
     child.goes_on = True
     try:
-        create(child, GROW.function, call, core.device, old.look)
+        create(child, GROW.function, whole_call, core.device, old.look)
     except NcclError as error:
         # The time-outs of the old ranks end within a moment; one of them hears of another's.
         late = not isinstance(error, RankFailedError) and time.monotonic() > child.until - _MOMENT
