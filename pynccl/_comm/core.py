@@ -468,12 +468,14 @@ class Core:
             **place,
         )
 
-    def settle(self, what: str, look: Look | None = None) -> None:
+    def settle(self, what: str, look: Look | None = None, grace: float = 0.0) -> None:
         """Wait until a non-blocking communicator has accepted the last call.
 
-        After an exception, such as Ctrl-C, the next call waits first.
+        For `grace` seconds after the deadline the library can still say why it has not. After an exception,
+        such as Ctrl-C, the next call waits first.
         """
         seconds, deadline = self.deadline(None)
+        deadline = None if deadline is None else deadline + grace
 
         def live() -> int:
             if look is not None:

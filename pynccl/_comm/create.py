@@ -42,7 +42,8 @@ def create(
         with on_device(device), _limited(left if by_library else None):
             return call()
 
-    within = left if left is None or not by_library else left + _ANSWER
+    grace = _ANSWER if by_library else 0.0
+    within = None if left is None else left + grace
     look = with_outside(look)
     if left is None:
         expected = "expected all of them in the call, with the same unique id"
@@ -54,7 +55,7 @@ def create(
             if error.detail:
                 recorder.dump_because("timeout", str(error))
             raise
-        take(core, handle, look=look)
+        take(core, handle, look=look, grace=grace)
 
 
 @contextmanager
@@ -78,6 +79,7 @@ def take(
     with_channel: bool = True,
     look: Look | None = None,
     derived: bool = False,
+    grace: float = 0.0,
 ) -> None:
     """Set up `core` with the library's communicator; abort the communicator if that fails.
 
@@ -88,7 +90,7 @@ def take(
     core.handle, core.owned = handle, owned
     lifetime.living.add(core)
     try:
-        _set_up(core, handle, owned, with_channel, look)
+        _set_up(core, handle, owned, with_channel, look, grace)
     except BaseException as error:
         death = None if derived else _death(core, error)
         if derived and isinstance(error, NcclTimeoutError):
@@ -108,13 +110,15 @@ def _in_parent(handle: int, ranks: list[int]) -> list[int]:
     return sorted(capi.pyncclCpuParentRank(handle, rank) for rank in ranks)
 
 
-def _set_up(core: Core, handle: int, owned: bool, with_channel: bool, look: Look | None) -> None:
+def _set_up(
+    core: Core, handle: int, owned: bool, with_channel: bool, look: Look | None, grace: float
+) -> None:
     if owned:
         lifetime.own(int(handle))
     # Here, since each communicator may be the first after a program has loaded another libnccl.
     on_cpu = loader.library_info().backend == "cpu"
     core.waits = int(on_cpu)
-    core.settle("creating the communicator", look)
+    core.settle("creating the communicator", look, grace)
     rank, size = capi.ncclCommUserRank(handle), capi.ncclCommCount(handle)
     core.locate(capi.ncclCommCuDevice(handle), on_cpu)
     core.rank, core.size = rank, size

@@ -295,9 +295,13 @@ class Survivors:
         )
 
     def _failed(self) -> int:
-        """Return the ranks to name as failed, without ranks that left because of the failure."""
-        fates = self._fates()
-        left = set_of(r for r in range(self.size) if fates[r] & _DEPARTURE == _ABORTS_TOO)
+        """Return the ranks to name as failed, without ranks that left because of the failure.
+
+        While the ranks grow, nobody fails by leaving: it may have given up a moment before this rank.
+        """
+        reasons = [fate & _DEPARTURE for fate in self._fates()]
+        growing = self.kind == GROWING
+        left = set_of(r for r, reason in enumerate(reasons) if reason == _ABORTS_TOO or (growing and reason))
         return self.blamed | (self.lost | self.ended) & ~left & ~(1 << self.me)
 
     # --- messages ---

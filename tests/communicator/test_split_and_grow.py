@@ -607,9 +607,13 @@ def test_an_old_rank_is_slow_while_it_grows(late: int, where: str, how: str, tmp
         assert f"rank {late} (pid" in text or f"missing rank {late};" in text
 
 
+@pytest.mark.parametrize("blocking", [1, 0])
 @on_ranks(2)
-def test_a_time_out_while_a_communicator_is_made_tells_the_missing_ranks(rank: int, nranks: int) -> None:
+def test_a_time_out_while_a_communicator_is_made_tells_the_missing_ranks(
+    rank: int, nranks: int, blocking: int
+) -> None:
     if rank == 0:
-        with pytest.raises(NcclTimeoutError, match="missing ranks 1, 2, 3") as caught:
-            Communicator(4, pynccl.get_unique_id(), 0, timeout=0.2)
+        text = "ncclTimeout: rank 0 of 4: timed out after .*missing ranks 1, 2, 3"
+        with pytest.raises(NcclTimeoutError, match=text) as caught:
+            Communicator(4, pynccl.get_unique_id(), 0, timeout=0.2, config={"blocking": blocking})
         assert caught.value.ranks == [1, 2, 3]

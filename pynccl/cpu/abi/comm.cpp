@@ -458,8 +458,7 @@ ncclResult_t ask_of(const char* function, const char* what, ncclComm_t handle, i
 // The last error of a communicator, or of this thread.
 ErrorCode error_code_of(ncclComm_t comm) {
   std::shared_ptr<Comm> c = comm ? handles<Comm>().find(comm) : nullptr;
-  std::string text;
-  ErrorCode code = c ? c->report(&text) : ErrorCode();
+  ErrorCode code = c ? c->report().code : ErrorCode();
   return code.failed() ? code : last_error_code();
 }
 
@@ -662,8 +661,8 @@ ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t* asyncError) {
 const char* ncclGetLastError(ncclComm_t comm) {
   guarded("ncclGetLastError", [&] {
     std::shared_ptr<Comm> c = comm ? handles<Comm>().find(comm) : nullptr;
-    std::string text;
-    if (ErrorCode code = c ? c->report(&text) : ErrorCode(); code.failed()) set_last_error(code, text);
+    const ErrorReport error = c ? c->report() : ErrorReport();
+    if (error.code.failed()) set_last_error(error.code, error.text, error.late);
     return ncclSuccess;
   });
   return last_error();

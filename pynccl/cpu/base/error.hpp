@@ -1,7 +1,8 @@
-// What an error is, beside its text.
+// What an error is.
 #pragma once
 
 #include <cstdint>
+#include <string>
 
 #include "base/nccl.hpp"
 
@@ -34,6 +35,12 @@ struct LateRanks {
   void add(int rank) {
     if (count < kMost) ranks[count++] = rank;
   }
+};
+
+struct ErrorReport {
+  ErrorCode code;
+  std::string text;
+  LateRanks late;
 };
 
 constexpr ErrorCode kMismatch{ncclInvalidUsage, Mismatch::Calls};

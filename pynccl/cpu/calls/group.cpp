@@ -17,15 +17,9 @@ std::string copy_of_last_error() noexcept {
   }
 }
 
-struct Outcome {
-  ErrorCode code;
-  std::string text;
-  LateRanks late;
-};
-
 // Drops what the job holds while the last error says why it failed (Meeting).
-Outcome run_guarded(Job& job) noexcept {
-  Outcome outcome;
+ErrorReport run_guarded(Job& job) noexcept {
+  ErrorReport outcome;
   outcome.code = guarded(job.function, [&] {
     bool begun = true;
     for (auto& creation : job.creates) begun = creation->begin() && begun;
@@ -39,7 +33,7 @@ Outcome run_guarded(Job& job) noexcept {
     outcome.late = late_ranks();
   }
   job.run = nullptr;
-  for (auto& creation : job.creates) creation->end(outcome.code, outcome.text);
+  for (auto& creation : job.creates) creation->end(outcome.code, outcome.text, outcome.late);
   return outcome;
 }
 
@@ -50,7 +44,7 @@ class Together {
   explicit Together(std::vector<Job> jobs)
       : jobs_(std::move(jobs)), outcomes_(jobs_.size()), failed_(jobs_.size()) {}
 
-  Outcome run() {
+  ErrorReport run() {
     if (jobs_.size() == 1) return run_guarded(jobs_[0]);
     std::exception_ptr no_thread;
     try {
@@ -67,7 +61,7 @@ class Together {
     changed_.notify_all();
     changed_.wait(lock, [&] { return done_ == started_; });
     if (no_thread) std::rethrow_exception(no_thread);
-    return failed_ < jobs_.size() ? std::move(outcomes_[failed_]) : Outcome();
+    return failed_ < jobs_.size() ? std::move(outcomes_[failed_]) : ErrorReport();
   }
 
  private:
@@ -77,7 +71,7 @@ class Together {
     changed_.wait(lock, [&] { return go_ != Go::Wait; });
     if (go_ == Go::Now) {
       lock.unlock();
-      Outcome outcome = run_guarded(jobs_[i]);
+      ErrorReport outcome = run_guarded(jobs_[i]);
       lock.lock();
       if (outcome.code.failed() && failed_ == jobs_.size()) failed_ = i, stop_creations();
       outcomes_[i] = std::move(outcome);
@@ -91,7 +85,7 @@ class Together {
       for (auto& creation : job.creates) creation->comm()->session.stop_creation();
   }
   std::vector<Job> jobs_;
-  std::vector<Outcome> outcomes_;
+  std::vector<ErrorReport> outcomes_;
   std::mutex mutex_;
   std::condition_variable changed_;
   Go go_ = Go::Wait;
@@ -106,7 +100,7 @@ void cancel(const std::vector<Job>& jobs, const char* why) noexcept {
 // Jobs run before calls, as in NCCL: a group may have a split and a collective on its parent.
 ncclResult_t run_all(std::vector<Job> jobs, std::vector<Submission> calls) {
   if (!jobs.empty()) {
-    Outcome outcome = Together(std::move(jobs)).run();
+    ErrorReport outcome = Together(std::move(jobs)).run();
     if (outcome.code.failed()) {
       set_last_error(outcome.code, outcome.text, outcome.late);
       return outcome.code.result;
@@ -281,7 +275,7 @@ ncclResult_t submit(Job job) {
   Group& group = this_thread_group();
   if (group.depth > 0) return group.add(std::move(job));
   if (!job.blocking) return run_in_background({std::move(job)}, {});
-  Outcome outcome = run_guarded(job);
+  ErrorReport outcome = run_guarded(job);
   if (outcome.code.failed()) set_last_error(outcome.code, outcome.text, outcome.late);
   return outcome.code.result;
 }

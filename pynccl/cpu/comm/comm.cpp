@@ -87,8 +87,9 @@ ncclResult_t Comm::explain(ncclResult_t seen, const Members& members) {
   return say(heard_.code(), heard_.text());
 }
 
-void Comm::end_child(const Comm& child, ErrorCode code, std::string_view why) noexcept {
-  derivation_.renew(code, why);
+void Comm::end_child(const Comm& child, ErrorCode code, std::string_view why,
+                     const LateRanks& late) noexcept {
+  derivation_.renew(code, why, late);
   std::lock_guard<std::mutex> lock(session.mutex);
   auto at = find_child(child);
   if (at != children_.end()) children_.erase(at);
@@ -278,8 +279,8 @@ Step Comm::fail_with(ErrorCode code, std::string_view text, bool tells) noexcept
   return Step::Failed;
 }
 
-void Comm::give_up(ErrorCode code, std::string_view text) noexcept {
-  if (!kept_error_.decide(code, text)) return;
+void Comm::give_up(ErrorCode code, std::string_view text, const LateRanks& late) noexcept {
+  if (!kept_error_.decide(code, text, late)) return;
   wake();
   tell(code, text);
 }
@@ -309,7 +310,7 @@ ncclResult_t Comm::say_broken(uint64_t tag) {
 }
 
 // The calls after a failure are the newest.
-ErrorCode Comm::report(std::string* text) {
+ErrorReport Comm::report() {
   if (error() != ncclSuccess) reported_.store(true);
   const std::string place = place_of(rank, nranks);
   auto placed = [&](ErrorCode code) {
@@ -318,19 +319,17 @@ ErrorCode Comm::report(std::string* text) {
     return code;
   };
   for (const KeptError* kept_error : {&disagreements_[1], &disagreements_[0]})
-    if (kept_error->failed()) return *text = place + kept_error->text(), placed(kept_error->code());
+    if (kept_error->failed()) return {placed(kept_error->code()), place + kept_error->text(), {}};
   // Its text has the rank in the derived communicator.
   if (derivation_.failed() && error() != ncclSuccess) {
-    *text = derivation_.text();
     ErrorCode code = derivation_.code();
     code.place = 0;
-    return code;
+    return {code, derivation_.text(), derivation_.late()};
   }
   ErrorCode code = error_code();
   const bool refused = refused_.load();
-  *text = place + (refused ? kFailedEarlier : "") + error_text();
   code.reported = code.reported && !refused;
-  return placed(code);
+  return {placed(code), place + (refused ? kFailedEarlier : "") + error_text(), kept_error_.late()};
 }
 
 // Without memory a peer only sees the end of the connection.

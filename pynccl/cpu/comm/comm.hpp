@@ -94,7 +94,7 @@ struct Comm final : Sink, Session::Owner, std::enable_shared_from_this<Comm> {
   ncclResult_t say(ErrorCode code, std::string_view text) const noexcept;  // sets the thread's last error
   Step fail_with(ErrorCode code, std::string_view text, bool tell = true) noexcept;
   // For an error that the call has returned to its caller already.
-  void give_up(ErrorCode code, std::string_view text) noexcept;
+  void give_up(ErrorCode code, std::string_view text, const LateRanks& late) noexcept;
   Step mismatch(const std::string& text);
   // The ranks of an exchange with this tag make different calls. The communicator fails, and no rank waits in
   // such an exchange any more, also after an earlier failure or a revocation.
@@ -103,7 +103,7 @@ struct Comm final : Sink, Session::Owner, std::enable_shared_from_this<Comm> {
   bool is_heard_of() const { return refused_.load() || reported_.load(); }
   // What a caller wants to know after a failure: what the ranks disagree on, else why the newest derived
   // communicator could not be created, else the first error.
-  ErrorCode report(std::string* text);
+  ErrorReport report();
   void tell(ErrorCode code, std::string_view text) noexcept;  // sends the error to every peer
   void tell_error() noexcept;
   // An error or death of a peer becomes this communicator's error when no running call can make progress, or
@@ -171,7 +171,7 @@ struct Comm final : Sink, Session::Owner, std::enable_shared_from_this<Comm> {
   void connects(const Comm& child, const Members& members);
   // Why a child of these members could not be created: `seen`, unless one of them is missing.
   ncclResult_t explain(ncclResult_t seen, const Members& members);
-  void end_child(const Comm& child, ErrorCode code, std::string_view why) noexcept;
+  void end_child(const Comm& child, ErrorCode code, std::string_view why, const LateRanks& late) noexcept;
   void stop_children();
 
  private:

@@ -1,5 +1,6 @@
 #include "comm/creation.hpp"
 
+#include <algorithm>
 #include <utility>
 
 namespace pncpu {
@@ -18,14 +19,17 @@ bool Creation::begin() {
   return true;
 }
 
-void Creation::end(ErrorCode code, std::string_view why) noexcept {
+void Creation::end(ErrorCode code, std::string_view why, const LateRanks& late) noexcept {
   if (std::exchange(ended_, true)) return;
-  if (parent_) parent_->end_child(*comm_, code, why);
+  if (parent_) parent_->end_child(*comm_, code, why, late);
   if (!code.failed()) {
     if (shows_ == Shows::WhenComplete) show_handle(out_, comm_->handle);
     return;
   }
-  comm_->give_up(code, why);
+  // The communicator's report has this rank already.
+  why.remove_prefix(std::min(why.size(), size_t(code.function) + code.place));
+  code.function = code.place = 0;
+  comm_->give_up(code, why, late);
   comm_->session.stop();
   comm_->session.disconnect();
   comm_->comm_state.set_pending(code.result);

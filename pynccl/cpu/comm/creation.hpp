@@ -28,7 +28,7 @@ class Creation {
   // False: the communicator was destroyed or aborted before.
   bool begin();
   // Only the first call has an effect. Peers hear of a failure before this rank's connections end.
-  void end(ErrorCode code, std::string_view why) noexcept;
+  void end(ErrorCode code, std::string_view why, const LateRanks& late = {}) noexcept;
 
  private:
   const std::shared_ptr<Comm> comm_;

@@ -7,19 +7,25 @@ std::string KeptError::text() const {
   return cut_ ? "out of memory" : text_;
 }
 
-bool KeptError::decide(ErrorCode code, std::string_view text) noexcept {
+LateRanks KeptError::late() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return late_;
+}
+
+bool KeptError::decide(ErrorCode code, std::string_view text, const LateRanks& late) noexcept {
   std::lock_guard<std::mutex> lock(mutex_);
   if (failed()) return false;
-  set(code, text);
+  set(code, text, late);
   return true;
 }
 
-void KeptError::renew(ErrorCode code, std::string_view text) noexcept {
+void KeptError::renew(ErrorCode code, std::string_view text, const LateRanks& late) noexcept {
   std::lock_guard<std::mutex> lock(mutex_);
-  set(code, text);
+  set(code, text, late);
 }
 
-void KeptError::set(ErrorCode code, std::string_view text) noexcept {
+void KeptError::set(ErrorCode code, std::string_view text, const LateRanks& late) noexcept {
+  late_ = late;
   try {
     text_ = text;
     cut_ = false;
