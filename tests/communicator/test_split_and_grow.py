@@ -557,7 +557,7 @@ def is_slow_while_it_grows(rank: int, nranks: int, late: int, where: str, how: s
             # On a busy machine this thread runs on until the thread that takes the signal is scheduled.
             time.sleep(0.5)
         else:
-            hear("told")
+            hear("all others")
         try:
             return function(*args)
         finally:
@@ -567,8 +567,12 @@ def is_slow_while_it_grows(rank: int, nranks: int, late: int, where: str, how: s
         setattr(capi, where, slow)
     uid = shared_id(comm, folder, "first")
     came = outcome(lambda: comm.grow(nranks, uid))
+    if rank == 1 - late:
+        tell("the other")
     if rank == 2:
-        tell("told")
+        # If rank `late` went on before, the other one could still join.
+        hear("the other")
+        tell("all others")
         os.kill(pid, signal.SIGCONT)
     together(old, "over")
     assert total(comm) == old
