@@ -6,11 +6,13 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ import torch.distributed as dist
 
 from conftest import Run, Script, clean_environment
 from launchers import PYNCCL_RUN
-from meeting import free_port
+from meeting import free_port, until
 from processes import completed
 from pynccl import testing
 from torch_ranks import at_store, start
@@ -517,6 +519,59 @@ def build(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     whole = clean_environment() | {"PYTHONPATH": str(Path(__file__).resolve().parents[2])} | env
     command = [sys.executable, "-m", "pynccl.torch", *arguments]
     return completed(command, env=whole, timeout=250)
+
+
+def counting_relay(port: int) -> tuple[int, list[int]]:
+    """Relay connections to a local port; return the relay's own, and the sizes of what clients send."""
+    listener, sizes = socket.create_server(("127.0.0.1", 0)), list[int]()
+
+    def copy(source: socket.socket, target: socket.socket, seen: list[int]) -> None:
+        with suppress(OSError):
+            while data := source.recv(1 << 16):
+                seen.append(len(data))
+                target.sendall(data)
+
+    def serve() -> None:
+        while True:
+            client, server = listener.accept()[0], socket.create_connection(("127.0.0.1", port))
+            for one in ((client, server, sizes), (server, client, list[int]())):
+                threading.Thread(target=copy, args=one, daemon=True).start()
+
+    threading.Thread(target=serve, daemon=True).start()
+    return listener.getsockname()[1], sizes
+
+
+def waits_while_it_joins(rank: int, size: int, port: int) -> list[int]:
+    import pynccl.torch  # noqa: F401
+
+    sizes = list[int]()
+    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False) if rank == 0 else None
+    if store is None:
+        until(lambda: socket.socket().connect_ex(("127.0.0.1", port)) == 0)
+        through, sizes = counting_relay(port)
+        store = dist.TCPStore("127.0.0.1", through, is_master=False)
+    dist.init_process_group("pynccl", store=store, rank=rank, world_size=size)
+    counts = list[int]()
+
+    def count() -> None:
+        for _ in range(3):
+            time.sleep(0.8)
+            counts.append(len(sizes))
+
+    counting = threading.Thread(target=count)
+    counting.start()
+    if rank == 0:
+        time.sleep(3)
+    dist.all_reduce(torch.ones(3))
+    counting.join()
+    dist.destroy_process_group()
+    return counts
+
+
+def test_a_rank_that_waits_for_others_does_not_ask_the_store_again() -> None:
+    """The first call makes the communicator; rank 0 is late for it."""
+    _, counts = testing.run(2, waits_while_it_joins, free_port(), backend="cpu", timeout=60)
+    assert counts[0] > 0 and len(set(counts)) == 1, counts
 
 
 needs_clang = pytest.mark.skipif(shutil.which("clang++") is None, reason="clang++ is not installed")
