@@ -55,8 +55,10 @@ def test_what_is_in_the_wheel(wheel: Path) -> None:
     assert fields["Name"] == "pynccl-cffi"
     assert fields["Version"] == pynccl.__version__
     assert fields["Requires-Python"] == ">=3.10"
-    required = [line for line in fields.get_all("Requires-Dist") or [] if "extra ==" not in line]
+    needed = fields.get_all("Requires-Dist") or []
+    required = [line for line in needed if "extra ==" not in line]
     assert sorted(re.split(r"[<>=! ]", line)[0] for line in required) == ["cffi", "click", "numpy"]
+    assert [line for line in needed if line.startswith("pynacl") and line.endswith('extra == "secure"')]
 
 
 def install(wheel: Path, target: Path, **env: str) -> None:
