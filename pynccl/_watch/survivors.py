@@ -30,6 +30,8 @@ _LINGER = 1.0
 # Kinds of agreements: a shrink with abort=True, another shrink, and grow. With _BEGUN: a rank has begun one.
 SHRINKING, LEAVING_OUT, GROWING = 1, 2, 3
 _BEGUN = 128
+# In place of the number of an attempt: the rank has given up its last one.
+_GAVE_UP = 0
 _TEXT: Any = lib.PYNCCL_FRAME_TEXT
 _GONE: Any = lib.PYNCCL_GONE
 _SILENT: Any = lib.PYNCCL_SILENT
@@ -101,10 +103,13 @@ class Survivors:
             self._begin_attempt()
 
     def _begin_attempt(self) -> None:
-        self.watch.send(self.members, self.kind | _BEGUN, self.attempt.to_bytes(4, "big"))
+        self._tell_attempt(self.attempt)
         for rank in ranks_in(self.members):
             if (begun := self.watch.begun.get((self.kind, rank))) is not None:
                 self._match(rank, begun)
+
+    def _tell_attempt(self, attempt: int) -> None:
+        self.watch.send(self.members, self.kind | _BEGUN, attempt.to_bytes(4, "big"))
 
     def _match(self, rank: int, attempt: int) -> None:
         """From now on talk to this attempt of a rank; tell it the newest of what it has missed."""
@@ -142,7 +147,9 @@ class Survivors:
             return 0
         newest = self.watch.begun
         return set_of(
-            r for r in ranks_in(self.heard_of) if newest.get((self.kind, r), self.theirs[r]) != self.theirs[r]
+            r
+            for r in ranks_in(self.heard_of)
+            if newest.get((self.kind, r), _GAVE_UP) not in (_GAVE_UP, self.theirs[r])
         )
 
     def _tag(self, sender: int, receiver: int, number: int = 0) -> int:
@@ -177,7 +184,13 @@ class Survivors:
         """
         self.well = bool(flags & WELL)
         self._begin(flags)
-        self._wait_for_decision()
+        try:
+            self._wait_for_decision()
+        except NcclError:
+            if not self.final:
+                # A rank that comes later is not to wait for this attempt.
+                self._tell_attempt(_GAVE_UP)
+            raise
         # An abort in another thread looks like the loss of all other ranks.
         self.not_aborted()
         decision = self.states[-1].decision
@@ -258,8 +271,10 @@ class Survivors:
 
     def _must_be_in(self, view: View) -> None:
         if view.excluded >> self.me & 1 or not agreement.members(view, self.me) >> self.me & 1:
-            did = "did not wait for" if self.kind == GROWING else "excluded"
-            raise self._failure(f"the other ranks {did} this one, {self.me} of {self.size}", 1 << self.me)
+            raise self._out("did not wait for" if self.kind == GROWING else "excluded")
+
+    def _out(self, did: str) -> RankFailedError:
+        return self._failure(f"the other ranks {did} this one, {self.me} of {self.size}", 1 << self.me)
 
     def _overruled(self) -> RankFailedError:
         return self._failure(
@@ -281,6 +296,8 @@ class Survivors:
         )
 
     def _late(self, awaited: int) -> RankFailedError:
+        if awaited and all(self.watch.begun.get((self.kind, r)) == _GAVE_UP for r in ranks_in(awaited)):
+            return self._out("did not wait for")
         fates = self._fates()
         silent = set_of(r for r in ranks_in(awaited) if fates[r] & _SILENT)
         who = silent or awaited

@@ -536,6 +536,40 @@ def test_an_old_rank_does_not_grow(stays: bool, tmp_path: Path) -> None:
     assert took < 3 + SOON
 
 
+def comes_after_the_others(rank: int, nranks: int, folder: str) -> Outcome:
+    """Rank 1 calls grow when the others have given up; then all grow again."""
+    old = nranks - 1
+    if rank == old:
+        came = outcome(lambda: Communicator.join(nranks, read_id(folder, "first"), rank, timeout=20))
+        with Communicator.join(nranks, read_id(folder, "second"), rank, timeout=20) as large:
+            assert total(large) == nranks
+        return came
+    comm = pynccl.init(rank=rank, world_size=old, timeout=3)
+    uid = shared_id(comm, folder, "first")
+    if rank == 1:
+        for other in (0, 2):
+            hear(f"{other} gave up")
+    came = outcome(lambda: comm.grow(nranks, uid))
+    if rank != 1:
+        tell(f"{rank} gave up")
+    together(old, "over")
+    assert total(comm) == old
+    with comm, comm.grow(nranks, shared_id(comm, folder, "second")) as large:
+        assert total(large) == nranks
+    return came
+
+
+def test_an_old_rank_comes_to_grow_after_the_others(tmp_path: Path) -> None:
+    """It is the late one, for itself too, and not those that have given up."""
+    outcomes = run(4, comes_after_the_others, str(tmp_path), backend="cpu", timeout=40)
+    late = outcomes.pop(1)
+    assert late[:3] == ("RankFailedError", [1], "the other ranks did not wait for this one, 1 of 3")
+    for kind, ranks, text, took in outcomes:
+        assert (kind, ranks) == ("RankFailedError", [1]), outcomes
+        assert "growing the communicator: rank 1 did not take part within 3 s" in text
+        assert took < 3 + SOON
+
+
 def is_slow_while_it_grows(rank: int, nranks: int, late: int, where: str, how: str, folder: str) -> Outcome:
     """Rank `late` is slow or stopped in a function while it grows with the last rank, a new one."""
     old = nranks - 1

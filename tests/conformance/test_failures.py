@@ -90,6 +90,29 @@ def test_survivors_are_told_and_go_on(transport: str, victims: list[int], n: int
         assert later < SOON, later
 
 
+def die_while_others_shrink(rank: Rank) -> tuple[int, str]:
+    """Rank 1 dies; then rank 2 dies while rank 0 excludes rank 1."""
+    comm = connect(rank)
+    if rank.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if outcome(all_reduce, comm, np.ones(10, np.float32))[0] == OK:
+        outcome(synchronize, comm)
+    if rank.rank == 2:
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGKILL)
+    seen = outcome(capi().ncclCommShrink, comm, [1], 1, None, 1)
+    capi().ncclCommAbort(comm)
+    return seen
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS[:3])
+def test_a_death_while_survivors_shrink_is_told(transport: str) -> None:
+    with forks(3, transport) as ranks:
+        code, text = ranks.call(die_while_others_shrink, check=False)[0]
+    assert code == REMOTE_ERROR
+    assert "rank 2 (pid" in text and "rank 1" not in text, text
+
+
 def wait_for_a_dead_rank(rank: Rank) -> tuple[float, float, tuple[int, str]]:
     """Rank 1 is killed while it does nothing; rank 0 waits for it, rank 2 learns of it without any call.
 

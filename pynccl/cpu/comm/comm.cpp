@@ -56,15 +56,16 @@ std::vector<Comm::Derived>::iterator Comm::find_child(const Comm& child) {
 
 bool Comm::is_dead(int q) { return peer(q).gone && !peer(q).left; }
 
-bool Comm::is_missing(const Members& members) {
-  return std::any_of(members.begin(), members.end(),
-                     [&](auto& member) { return is_dead(member.first) || absent_.count(member); });
+int Comm::missing_of(const Members& members) {
+  auto at = std::find_if(members.begin(), members.end(),
+                         [&](auto& member) { return is_dead(member.first) || absent_.count(member); });
+  return at == members.end() ? -1 : at->first;
 }
 
 void Comm::end_missing() {
   for (auto& [child, members] : children_)
     // A member that has completed its part may end the parent at once.
-    if (is_missing(members)) child->session.stop_connecting();
+    if (missing_of(members) >= 0) child->session.stop_connecting();
 }
 
 void Comm::connects(const Comm& child, const Members& members) {
@@ -75,16 +76,24 @@ void Comm::connects(const Comm& child, const Members& members) {
 
 ncclResult_t Comm::explain(ncclResult_t seen, const Members& members) {
   if (seen == ncclSuccess) return seen;
+  int missing = -1;
+  // What this communicator has heard is then the earlier failure.
+  const bool after_failure = std::any_of(members.begin(), members.end(),
+                                         [](auto& member) { return member.second >= kAfterFailure; });
   {
     std::unique_lock<std::mutex> lock(session.mutex);
-    const auto knows = [&] { return heard_.failed() && is_missing(members); };
+    const auto knows = [&] {
+      missing = missing_of(members);
+      return missing >= 0 && (after_failure || heard_.failed());
+    };
     // The derived communicator may notice the end of a connection first.
     if (seen == ncclRemoteError)
       session.changed.wait_for(lock, std::chrono::milliseconds(kNewsMs),
                                [&] { return knows() || comm_state.ending() != CommState::End::None; });
     if (!knows()) return seen;
   }
-  return say(heard_.code(), heard_.text());
+  if (!after_failure) return say(heard_.code(), heard_.text());
+  return session.lost(missing);
 }
 
 void Comm::end_child(const Comm& child, ErrorCode code, std::string_view why,

@@ -182,7 +182,7 @@ struct Comm final : Sink, Session::Owner, std::enable_shared_from_this<Comm> {
   };
   std::vector<Derived>::iterator find_child(const Comm& child);  // under session.mutex
   bool is_dead(int q);                                           // under it
-  bool is_missing(const Members& members);                       // under it: one of them
+  int missing_of(const Members& members);                        // under it: one of them, or -1
   void end_missing();                                            // under it
   // This communicator or one that it is derived from, if it has heard of a failure.
   std::shared_ptr<Comm> that_heard();

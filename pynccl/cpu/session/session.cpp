@@ -708,8 +708,10 @@ void Session::choose_wait_policy() {
 // ---- exchanges ----
 
 // A rank does not answer in an exchange. If it has left or has reported an error, this explains more than the
-// end of the connection. A sender may see the end before the service has read the frames before it.
-ncclResult_t Session::cut_off(int q, const char* what, const std::string& why) {
+// end of the connection. A sender may see the end before the service has read the frames before it. In an
+// exchange after a failure the reason is another one.
+ncclResult_t Session::cut_off(int q, const char* what, const std::string& why, uint64_t tag) {
+  if (tag >= kAfterFailure) return lost(q);
   bool left;
   {
     std::unique_lock<std::mutex> lock(mutex);
@@ -721,6 +723,11 @@ ncclResult_t Session::cut_off(int q, const char* what, const std::string& why) {
   if (left) owner_.never_ends(q, what);
   if (owner_.error() == ncclSuccess) return link_failed(q, what, why, 0);
   return fail_at(rank, nranks, owner_.error_code(), "%s", owner_.error_text().c_str());
+}
+
+ncclResult_t Session::lost(int q) {
+  return fail_at(rank, nranks, ncclRemoteError, "rank %d (%s) died, or gave up, meanwhile", q,
+                 peer(q).str().c_str());
 }
 
 ncclResult_t Session::exchange(const Tags& tags, const std::vector<int>& ranks, const std::vector<char>& mine,
@@ -742,13 +749,13 @@ ncclResult_t Session::exchange(const Tags& tags, const std::vector<int>& ranks, 
 
 ncclResult_t Session::say(const Tags& tags, const std::vector<int>& ranks, const Blob& mine,
                           const char* what) {
-  int lost = -1;  // the others do not wait for what was said
+  size_t lost = ranks.size();  // the others do not wait for what was said
   for (size_t i = 0; i < ranks.size(); ++i) {
     int q = ranks[i];
     if (q == rank) continue;
-    if (!deliver(q, Ctl::Exchange, tags[i], mine) && lost < 0) lost = q;
+    if (!deliver(q, Ctl::Exchange, tags[i], mine)) lost = std::min(lost, i);
   }
-  return lost < 0 ? ncclSuccess : cut_off(lost, what, "it died or left");
+  return lost == ranks.size() ? ncclSuccess : cut_off(ranks[lost], what, "it died or left", tags[lost]);
 }
 
 bool Session::deliver(int to, Ctl kind, uint64_t tag, const Blob& body) {
@@ -851,7 +858,7 @@ ncclResult_t Session::hear(const Tags& tags, const std::vector<int>& ranks, cons
   }
   if (stopped()) return fail(ncclInternalError, "rank %d: %s was aborted", rank, what);
   if (failed()) return owner_.say_broken(tags[0]);
-  if (ended) return cut_off(missing, what, "it died or left");
+  if (ended) return cut_off(missing, what, "it died or left", tags[0]);
   std::string who;
   for (auto& [q, tag] : g.tags) {
     who += (who.empty() ? "rank " : ", rank ") + std::to_string(q) + " (" + peer(q).str() + ")";

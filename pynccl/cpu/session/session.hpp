@@ -106,7 +106,8 @@ class Session {
   using Tags = std::vector<uint64_t>;
   ncclResult_t exchange(const Tags& tags, const std::vector<int>& ranks, const std::vector<char>& mine,
                         std::vector<Blob>* all, const char* what, double seconds);
-  bool awaits(int q);  // an exchange has not heard of a rank
+  ncclResult_t lost(int q);  // fails: this rank of an exchange after a failure is gone as well
+  bool awaits(int q);        // an exchange has not heard of a rank
   void arrived(const Hello& hello, SocketPtr socket);
   void has_news();  // for the creation: look again
   void exchanged(int from, uint64_t tag, const Blob& body);
@@ -184,7 +185,7 @@ class Session {
   ncclResult_t hear(const Tags& tags, const std::vector<int>& ranks, const Blob& mine, std::vector<Blob>* all,
                     const char* what, Deadline deadline, double limit, LateRanks* late = nullptr);
   ncclResult_t link_failed(int peer, const char* doing, const std::string& why, int error);
-  ncclResult_t cut_off(int peer, const char* what, const std::string& why);
+  ncclResult_t cut_off(int peer, const char* what, const std::string& why, uint64_t tag = 0);
   void choose_wait_policy();
   std::vector<int> everyone() const;
 
