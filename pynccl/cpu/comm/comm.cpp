@@ -93,7 +93,7 @@ ncclResult_t Comm::explain(ncclResult_t seen, const Members& members) {
     if (!knows()) return seen;
   }
   if (!after_failure) return say(heard_.code(), heard_.text());
-  return session.lost(missing);
+  return session.lost_meanwhile(missing);
 }
 
 void Comm::end_child(const Comm& child, ErrorCode code, std::string_view why,

@@ -711,7 +711,7 @@ void Session::choose_wait_policy() {
 // end of the connection. A sender may see the end before the service has read the frames before it. In an
 // exchange after a failure the reason is another one.
 ncclResult_t Session::cut_off(int q, const char* what, const std::string& why, uint64_t tag) {
-  if (tag >= kAfterFailure) return lost(q);
+  if (tag >= kAfterFailure) return lost_meanwhile(q);
   bool left;
   {
     std::unique_lock<std::mutex> lock(mutex);
@@ -725,7 +725,7 @@ ncclResult_t Session::cut_off(int q, const char* what, const std::string& why, u
   return fail_at(rank, nranks, owner_.error_code(), "%s", owner_.error_text().c_str());
 }
 
-ncclResult_t Session::lost(int q) {
+ncclResult_t Session::lost_meanwhile(int q) {
   return fail_at(rank, nranks, ncclRemoteError, "rank %d (%s) died, or gave up, meanwhile", q,
                  peer(q).str().c_str());
 }
