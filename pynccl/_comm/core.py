@@ -131,9 +131,8 @@ class Core:
         # The number of derived communicators by method, and of the agreements on them by kind.
         self.derived = Counter[str]()
         self.attempts = Counter[int]()
-        # Set when the library's call of the last grow has ended, which may have been given up.
-        self.grown = threading.Event()
-        self.grown.set()
+        # Set at the end of the library's call of the last grow, which may have been given up.
+        self.grown: threading.Event | None = None
         # True after a failed shrink: later ones use a unique id in place of the library's call.
         self.out_of_step = False
         # The call of a non-blocking communicator that an exception, such as Ctrl-C, interrupted before the

@@ -53,9 +53,10 @@ def new_child(core: Core, how: How, detail: object, also: str = "") -> Core:
 
     First a grow that was given up ends: the library matches the ranks' calls in their order.
     """
-    core.grown.wait(LINGER)
-    # NCCL's own calls may go on for long.
-    core.grown.set()
+    if core.grown is not None:
+        # NCCL's own calls may go on for long.
+        core.grown.wait(LINGER)
+        core.grown = None
     child = Core(core.timeout)
     core.derived[how.name] += 1
     child.identity = recorder.identify(core.identity, how.name, core.derived[how.name], detail)

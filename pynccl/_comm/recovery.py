@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -296,13 +297,13 @@ def _grow_by_agreement(
         _require_all(core, old, everybody)
     # All old ranks are here; from now on they wait for the new ranks.
     failure: NcclError | None = None
-    core.grown.clear()
+    core.grown = ended = threading.Event()
 
     def whole_call() -> int:
         try:
             return call()
         finally:
-            core.grown.set()
+            ended.set()
 
     # If a rank fails, the old ranks keep their communicator; the new ranks must not go on by themselves.
     child.goes_on = True
