@@ -24,6 +24,7 @@ from .scenario import (
     INVALID_ARGUMENT,
     INVALID_USAGE,
     OK,
+    REMOTE_ERROR,
     SYSTEM_ERROR,
     TIMEOUT,
     all_reduce,
@@ -98,6 +99,21 @@ def test_wrong_arguments(rank: Rank) -> None:
     assert outcome(api.ncclCommInitAll, -1, None)[0] == INVALID_ARGUMENT
     assert outcome(api.ncclCommInitRankConfig, 1, uid, 0, {"blocking": 7})[0] == INVALID_ARGUMENT
     assert outcome(api.ncclCommInitRankScalable, 1, 0, 0, [])[0] == INVALID_ARGUMENT
+
+
+@on_pool(1)
+def test_wrong_refusals_to_grow(rank: Rank) -> None:
+    api, comm = capi(), connect(rank)
+    for uid, result, ranks, text in (
+        (None, 0, [], "result is 0, expected an error"),
+        (None, 99, [], "result is 99, expected an error"),
+        (bytes(128), REMOTE_ERROR, [], "uniqueId was not made by ncclGetUniqueId of this library"),
+    ):
+        code, told = outcome(api.pyncclCpuRefuseToGrow, comm, uid, result, "why", ranks, len(ranks))
+        assert code == INVALID_ARGUMENT and text in told, told
+    code, told = outcome(api.pyncclCpuRefuseToGrow, comm, None, REMOTE_ERROR, "why", [], -1)
+    assert code == INVALID_ARGUMENT and "lateRanksCount is -1, expected 0 or more" in told, told
+    close(rank, comm)
 
 
 def never_come(rank: Rank) -> tuple[int, str, float]:

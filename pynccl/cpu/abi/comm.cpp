@@ -25,16 +25,21 @@ ncclResult_t check_environment(const char* function) {
   return wrong ? fail_in(function, ncclInvalidArgument, "%s", wrong) : ncclSuccess;
 }
 
+ncclResult_t check_id(const char* function, const char* name, const Id& id) {
+  if (id.plausible()) return ncclSuccess;
+  return fail_in(
+      function, ncclInvalidArgument,
+      "%s was not made by ncclGetUniqueId of this library; expected the bytes that one rank got from it",
+      name);
+}
+
 ncclResult_t submit_init(ncclComm_t* out, int nranks, int rank, const std::vector<Id>& ids, uint64_t ids_hash,
                          const ncclConfig_t* config, const char* function, int device, bool waits = false) {
   if (ncclResult_t r = check_environment(function); r != ncclSuccess) return r;
   show_handle(out, nullptr);
   if (nranks < 1) return fail_in(function, ncclInvalidArgument, "nranks is %d, expected at least 1", nranks);
   for (const Id& id : ids)
-    if (!id.plausible())
-      return fail_in(function, ncclInvalidArgument,
-                     "commId was not made by ncclGetUniqueId of this library; expected the bytes that one "
-                     "rank got from it");
+    if (ncclResult_t r = check_id(function, "commId", id); r != ncclSuccess) return r;
   Config settings;
   if (ncclResult_t r = read_config(config, function, &settings); r != ncclSuccess) return r;
   // The root hears of a wrong rank, too, so that it can tell the other ranks.
@@ -712,6 +717,14 @@ ncclResult_t pyncclCpuRefuseToGrow(ncclComm_t comm, const ncclUniqueId* uniqueId
     if (ncclResult_t r = any_comm_of(comm, function, &c); r != ncclSuccess) return r;
     REQUIRE_POINTER(function, why);
     REQUIRE_POINTER(function, lateRanks);
+    if (result <= ncclSuccess || result >= ncclNumResults)
+      return fail_in(function, ncclInvalidArgument, "result is %d, expected an error, 1 to %d", result,
+                     ncclNumResults - 1);
+    if (lateRanksCount < 0)
+      return fail_in(function, ncclInvalidArgument, "lateRanksCount is %d, expected 0 or more",
+                     lateRanksCount);
+    if (uniqueId)
+      if (ncclResult_t r = check_id(function, "uniqueId", id_of(*uniqueId)); r != ncclSuccess) return r;
     LateRanks late;
     for (int i = 0; i < lateRanksCount; ++i) late.add(lateRanks[i]);
     const GrowBlob mine = grow_blob(*c, 0, uniqueId);

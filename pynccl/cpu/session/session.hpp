@@ -106,7 +106,7 @@ class Session {
   using Tags = std::vector<uint64_t>;
   ncclResult_t exchange(const Tags& tags, const std::vector<int>& ranks, const std::vector<char>& mine,
                         std::vector<Blob>* all, const char* what, double seconds);
-  ncclResult_t lost_meanwhile(int q);  // fails: this rank of an exchange after a failure is gone as well
+  ncclResult_t lost_meanwhile(int q);  // fails: after an earlier failure this rank is gone, too
   bool awaits(int q);                  // an exchange has not heard of a rank
   void arrived(const Hello& hello, SocketPtr socket);
   void has_news();  // for the creation: look again
