@@ -30,6 +30,7 @@ from engines import (
     torchrun,
 )
 from meeting import hear, state, tell
+from parameters import slow_except
 from processes import completed
 from pynccl import NcclError, NcclInvalidUsage, NcclRemoteError, testing
 from ranks import on_ranks
@@ -294,9 +295,7 @@ def returns(engine: str, how: str, nranks: int, script: Path, runs: int) -> None
     end_well([*launch(nranks), str(script), how], nranks, runs)
 
 
-@pytest.mark.parametrize(
-    "how", [way if way in QUICK_WAYS else pytest.param(way, marks=pytest.mark.slow) for way in WAYS]
-)
+@pytest.mark.parametrize("how", slow_except(QUICK_WAYS, WAYS))
 def test_a_program_that_returns_ends_well(how: str, tmp_path: Path) -> None:
     returns("pynccl run", how, 4, tmp_path / "returns.py", 1)
 

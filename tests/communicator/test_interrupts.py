@@ -16,6 +16,7 @@ import pytest
 
 import pynccl
 from meeting import hear, tell, together
+from parameters import slow_except
 from pynccl import Communicator, NcclInvalidUsage, NcclRemoteError, RankFailedError
 from pynccl.testing import run
 from ranks import on_ranks
@@ -105,7 +106,7 @@ def expected(what: str) -> list[float]:
     return [] if what == "finalize" else [6.0, 6.0, 6.0]
 
 
-SLOW_KINDS = [kind if kind == "blocking" else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
+SLOW_KINDS = slow_except(["blocking"], KINDS)
 
 
 @pytest.mark.parametrize("kind", SLOW_KINDS)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from parameters import slow_except
 from ranks import Body, stands_for
 
 from .ranks import Pool
@@ -17,7 +18,7 @@ QUICK = ("direct", "tcp")
 
 def transports(*names: str) -> list[Any]:
     """Return parameters that stand for transports, most of whose code is that of the quick ones."""
-    return [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in names]
+    return slow_except(QUICK, names)
 
 
 def on_pool(nranks: int, transports: Sequence[Any] = (), **env: str) -> Callable[[Body], Callable[..., None]]:

@@ -27,6 +27,7 @@ from pynccl._watch import channel
 from pynccl.bootstrap import Store, StoreServer, encrypt_nccl
 from pynccl.bootstrap import _frames as f
 from pynccl.bootstrap._store import format_address
+from relays import relay
 
 pytestmark = pytest.mark.usefixtures("no_secret_of_the_environment")
 
@@ -470,10 +471,11 @@ class Middle:
         return here
 
     def pump(self, source: socket.socket, target: socket.socket, sends: bool) -> None:
-        with suppress(OSError):
-            while data := source.recv(65536):
-                self.seen += data
-                target.sendall(self.change(data) if sends and self.active.is_set() else data)
+        def changed(data: bytes) -> bytes:
+            self.seen += data
+            return self.change(data) if sends and self.active.is_set() else data
+
+        relay(source, target, changed)
         for sock in (source, target):
             with suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)

@@ -24,6 +24,7 @@ from pynccl import BootstrapError, testing
 from pynccl.bootstrap import Store, StoreServer
 from pynccl.bootstrap._frames import MAX_SEALED
 from pynccl.bootstrap._store import PromptStore, format_address
+from relays import relay
 from stores import SECRET
 
 pytestmark = pytest.mark.slow
@@ -219,12 +220,13 @@ class Tap:
         server.close()
 
     def _pump(self, source: socket.socket, target: socket.socket, to_server: bool) -> None:
-        with suppress(OSError):
-            while data := bytearray(source.recv(65536)):
-                self.seen[to_server] += data
-                if self._spoil_after is not None and to_server and len(self.seen[True]) > self._spoil_after:
-                    data[-1] ^= 1
-                target.sendall(data)
+        def spoilt(data: bytes) -> bytes:
+            self.seen[to_server] += data
+            if self._spoil_after is not None and to_server and len(self.seen[True]) > self._spoil_after:
+                return data[:-1] + bytes((data[-1] ^ 1,))
+            return data
+
+        relay(source, target, spoilt)
         with suppress(OSError):
             target.shutdown(socket.SHUT_WR)
 

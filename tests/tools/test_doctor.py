@@ -27,6 +27,7 @@ from hosts import Hosts, needs_root
 from hosts import joined as joined_hosts
 from launchers import PYNCCL_RUN, without_launchers
 from meeting import free_port, state, until
+from parameters import slow_except
 from processes import completed, piped
 from pynccl._tools.doctor import devices, known, network
 from pynccl._tools.doctor import environment as variables_of
@@ -556,9 +557,7 @@ def test_variables() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    "value", ["abc", *(pytest.param(x, marks=pytest.mark.slow) for x in ("-1", "nan", "0"))]
-)
+@pytest.mark.parametrize("value", slow_except(["abc"], ["abc", "-1", "nan", "0"]))
 def test_a_time_out_that_is_none(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYNCCL_TIMEOUT", value)
     found = said(variables_of.check_values, PYNCCL_TIMEOUT=value)
@@ -574,9 +573,7 @@ def test_a_check_mode_that_is_none() -> None:
     assert not those(doctor("--only", "environment", PYNCCL_CHECK="1"), "PYNCCL_CHECK")
 
 
-@pytest.mark.parametrize(
-    "value", ["xx", *(pytest.param(x, marks=pytest.mark.slow) for x in ("::1:5", "localhost:0"))]
-)
+@pytest.mark.parametrize("value", slow_except(["xx"], ["xx", "::1:5", "localhost:0"]))
 def test_an_address_of_ras_that_is_none(value: str) -> None:
     found = said(variables_of.check_ras_address, NCCL_RAS_ADDR=value)
     assert (found.name, found.level) == ("NCCL_RAS_ADDR", "warning")
@@ -667,7 +664,7 @@ def test_a_batch_script_of_slurm() -> None:
 # --- all_reduce ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("direct", [pytest.param("0", marks=pytest.mark.slow), "1"])
+@pytest.mark.parametrize("direct", slow_except(["1"], ["0", "1"]))
 def test_all_reduce_over_each_transport(direct: str) -> None:
     """Also over the one that a variable keeps programs from."""
     found = doctor("--only", "all_reduce", PYNCCL_CPU_DIRECT=direct)

@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from launchers import PYNCCL_RUN
 from meeting import free_port, until
 from processes import completed
 from pynccl import testing
+from relays import relay
 from torch_ranks import at_store, start
 
 # Each rank imports torch.
@@ -525,17 +525,15 @@ def counting_relay(port: int) -> tuple[int, list[int]]:
     """Relay connections to a local port; return the relay's own, and the sizes of what clients send."""
     listener, sizes = socket.create_server(("127.0.0.1", 0)), list[int]()
 
-    def copy(source: socket.socket, target: socket.socket, seen: list[int]) -> None:
-        with suppress(OSError):
-            while data := source.recv(1 << 16):
-                seen.append(len(data))
-                target.sendall(data)
+    def counted(data: bytes) -> bytes:
+        sizes.append(len(data))
+        return data
 
     def serve() -> None:
         while True:
             client, server = listener.accept()[0], socket.create_connection(("127.0.0.1", port))
-            for one in ((client, server, sizes), (server, client, list[int]())):
-                threading.Thread(target=copy, args=one, daemon=True).start()
+            for ends in ((client, server, counted), (server, client, bytes)):
+                threading.Thread(target=relay, args=ends, daemon=True).start()
 
     threading.Thread(target=serve, daemon=True).start()
     return listener.getsockname()[1], sizes
