@@ -7,7 +7,7 @@ import socket
 import threading
 import weakref
 
-# A fork waits until it is free. Hold it while a descriptor has no owner that closes a child's copy.
+# A fork waits for this lock. Hold it from the opening of a descriptor until a forked child would close it.
 no_fork = threading.RLock()
 
 _sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
