@@ -115,8 +115,10 @@ def _set_up(
 ) -> None:
     if owned:
         lifetime.own(int(handle))
-    # Here, since each communicator may be the first after a program has loaded another libnccl.
-    on_cpu = loader.library_info().backend == "cpu"
+    on_cpu = loader.backend() == "cpu"
+    if not on_cpu:
+        # Warns here, since each communicator may be the first after a program has loaded another libnccl.
+        loader.library_info()
     core.waits = int(on_cpu)
     core.settle("creating the communicator", look, grace)
     rank, size = capi.ncclCommUserRank(handle), capi.ncclCommCount(handle)

@@ -20,8 +20,9 @@ from pynccl._trace.recorder import dump_because
 
 T = TypeVar("T")
 
-# Seconds between two looks for a reason to abandon a blocking call.
-_SLICE = 0.1
+# Seconds between two looks for a reason to abandon a blocking call, for each of so many threads that wait: a
+# process of many ranks must not spend its time on looks.
+_SLICE, _PROMPT = 0.1, 8
 # Seconds before the CPU library interrupts an abandoned call. Ranks with the same time-out should first find
 # the missing rank themselves, and not that this rank has left.
 _OTHERS = 1.0
@@ -61,11 +62,25 @@ class _Flag:
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until the flag is set, or for `timeout` seconds; tell whether it is set."""
         deadline = math.inf if timeout is None else time.monotonic() + timeout
-        # In slices: one who waits gets the lock, and an exception may keep it from the others.
-        while not self._set and (left := deadline - time.monotonic()) > 0:
-            if self._lock.acquire(timeout=min(_SLICE, left)):
-                self._lock.release()
+        me = threading.get_ident()
+        try:
+            _waiting.add(me)
+            # In slices: one who waits gets the lock, and an exception may keep it from the others.
+            while not self._set and (left := deadline - time.monotonic()) > 0:
+                if self._lock.acquire(timeout=min(_slice(), left)):
+                    self._lock.release()
+        finally:
+            _waiting.discard(me)
         return self._set
+
+
+# The threads that wait for a flag.
+_waiting: set[int] = set()
+
+
+def _slice() -> float:
+    """Return the seconds between two looks of a thread that waits."""
+    return _SLICE * max(1.0, len(_waiting) / _PROMPT)
 
 
 # The threads that make calls for others.
@@ -111,9 +126,15 @@ def another_thread_may_call() -> bool:
     thread is pynccl's if its class is, or if it makes a call for another.
     """
     package = __name__.partition(".")[0]
-    own = {t.ident for t in threading.enumerate() if type(t).__module__.partition(".")[0] == package}
+    own = {threading.get_ident(), *_callers}
+    for thread in threading.enumerate():
+        if thread.ident is None or thread.ident in own:
+            continue
+        if type(thread).__module__.partition(".")[0] != package:
+            return True
+        own.add(thread.ident)
     # Also those that `threading` does not know.
-    return bool(sys._current_frames().keys() - own - _callers - {threading.get_ident()})
+    return not sys._current_frames().keys() <= own
 
 
 class Running(Generic[T]):
@@ -218,7 +239,7 @@ class Running(Generic[T]):
         while not self.done.is_set() and time.monotonic() < deadline:
             if self._abandoned and not self._thread:
                 return True
-            self.done.wait(min(_SLICE, deadline - time.monotonic()))
+            self.done.wait(min(_slice(), deadline - time.monotonic()))
             self._look_for_thread()
         return self.done.is_set()
 
@@ -330,7 +351,7 @@ def bounded(
 
 def _wait(running: Running[T], timeout: float | None, look: Callable[[], object]) -> bool:
     deadline = math.inf if timeout is None else time.monotonic() + timeout
-    while not running.wait(min(deadline, time.monotonic() + _SLICE)):
+    while not running.wait(min(deadline, time.monotonic() + _slice())):
         if time.monotonic() >= deadline:
             return False
         look()

@@ -14,8 +14,9 @@ from pynccl.bootstrap._exchange import Exchange
 from pynccl.bootstrap._preflight import Failure, failure_of
 from pynccl.bootstrap._store import StoreSilent
 
-# Seconds before the first look for a failure of another rank, and between later looks.
-_FIRST_LOOK, _PERIOD = 0.05, 0.2
+# Seconds before the first look for a failure of another rank, and between later looks of so many ranks: more
+# ranks look more seldom, since one store answers all of them.
+_FIRST_LOOK, _PERIOD, _PROMPT = 0.05, 0.2, 64
 # Seconds that the library gets, after the store was lost, to report the death of rank 0 itself.
 _GRACE = 3.0
 # Seconds after the deadline in which the creation can report the reason of its time-out itself: it may wait
@@ -91,11 +92,12 @@ def _wait(
 ) -> Failure | None:
     """Wait until the creation has ended; return the failure of another rank if it comes first."""
     pause, silent = _FIRST_LOOK, ""
+    period = _PERIOD * max(1.0, (1 if exchange is None else exchange.size) / _PROMPT)
     deadline += _WHY
     while not running.done.wait(max(0.0, min(pause, deadline - time.monotonic()))):
         if time.monotonic() >= deadline:
             raise NcclTimeoutError(f"creating the communicator did not complete within {seconds:g} s{silent}")
-        pause, silent = _PERIOD, ""
+        pause, silent = period, ""
         if exchange is None:
             continue
         try:

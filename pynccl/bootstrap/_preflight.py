@@ -181,7 +181,7 @@ def _understanding(who: str, data: bytes) -> Iterator[None]:
 
 def gather_facts(device: int | None, local_rank: int | None, timed: bool) -> Facts:
     """Return the facts of this rank; `device` None means the device of `local_rank`, if that is known."""
-    info = loader.library_info()
+    info = loader.loaded() or loader.load()
     cpu = info.backend == "cpu"
     # Check mode may set one of the variables.
     checks = check_mode.enabled()
