@@ -135,6 +135,7 @@ class World {
     for (int r = 0; r < shape.nranks; ++r) make_rank(r);
     for (int a = 0; a < shape.nranks; ++a)
       for (int b = 0; b < a; ++b) connect(a, b);
+    for (Rank& rank : ranks) rank.context.hear_pipes();
   }
 
   Link& link(int from, int to) { return *ranks[size_t(from)].links[size_t(to)]; }

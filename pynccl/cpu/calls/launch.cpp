@@ -5,8 +5,11 @@
 namespace pncpu {
 
 namespace {
-constexpr double kFirstLook = 0.15;  // seconds without progress before the first deadlock search
-constexpr int kLooksForData = 8;     // a look at the sockets is a system call
+// Seconds without progress before the first deadlock search, for each of so many ranks: the calls of more
+// ranks take longer.
+constexpr double kFirstLook = 0.15;
+constexpr int kPrompt = 128;
+constexpr int kLooksForData = 8;  // a look at the sockets is a system call
 
 Step progress(Batch& batch) {
   try {
@@ -52,7 +55,7 @@ ncclResult_t Launch::run(Deadline deadline) {
     if (!blocked_) {
       blocked_ = true;
       blocked_since_ = Clock::now();
-      next_look_ = kFirstLook;
+      next_look_ = kFirstLook * std::max(1.0, double(batches[0].comm->nranks) / kPrompt);
       if (spin_for_news()) continue;
     }
     try {

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <iterator>
+#include <numeric>
 
 namespace pncpu {
 namespace {
@@ -348,8 +349,15 @@ void Comm::tell(ErrorCode code, std::string_view text) noexcept {
   text = text.substr(0, kMaxText);
   memcpy(body, &head, sizeof head);
   memcpy(body + sizeof head, text.data(), text.size());
+  const size_t bytes = sizeof head + text.size();
+  try {
+    std::vector<int> all(size_t(session.known_ranks()));
+    std::iota(all.begin(), all.end(), 0);
+    return session.send(all, Ctl::Error, body, bytes);
+  } catch (const std::bad_alloc&) {
+  }
   for (int q = 0, known = session.known_ranks(); q < known; ++q) try {
-      session.send(q, Ctl::Error, body, sizeof head + text.size());
+      session.send(q, Ctl::Error, body, bytes);
     } catch (const std::bad_alloc&) {
     }
 }
@@ -503,6 +511,7 @@ void Comm::open() {
     context_.links.push_back(q == rank ? nullptr : &peer(q).link);
     hosts.push_back(peer(q).info.host);
   }
+  context_.hear_pipes();
   context_.layout = Layout(hosts);
   context_.layout.by_hosts = session.by_hosts;
   context_.fail = [this](ErrorCode code, const std::string& text) { return fail_with(code, text); };
@@ -538,24 +547,20 @@ static uint64_t colls_of_program(const Comm& comm) {
 
 ncclResult_t Comm::announce_leaving() {
   if (session.left.exchange(true)) return ncclSuccess;
+  std::map<std::string, std::vector<int>> alike;
   for (int q = 0, known = session.known_ranks(); q < known; ++q) {
     Peer& p = peer(q);
     if (q == rank || !session.linked(q)) continue;
-    Leaving mine{colls_of_program(*this), p.sends_issued.load(), p.recvs_issued.load(),
-                 p.signals_issued.load(), p.signals_awaited.load()};
-    session.send(q, Ctl::Leaving, &mine, sizeof mine);
+    const Leaving mine{colls_of_program(*this), p.sends_issued.load(), p.recvs_issued.load(),
+                       p.signals_issued.load(), p.signals_awaited.load()};
+    alike[std::string(reinterpret_cast<const char*>(&mine), sizeof mine)].push_back(q);
   }
+  for (auto& [mine, ranks] : alike) session.send(ranks, Ctl::Leaving, mine.data(), mine.size());
   if (shares_process(rank)) session.echo(Ctl::Leaving, nullptr, 0);
   return ncclSuccess;
 }
 
-bool Comm::shares_process(int q) {
-  for (int r = 0, known = session.known_ranks(); r < known; ++r)
-    if (r != q && process_of(r) == process_of(q)) return true;
-  return false;
-}
-
-const Token& Comm::process_of(int q) { return q == rank ? session.self.process : peer(q).info.process; }
+bool Comm::shares_process(int q) { return q < session.known_ranks() && peer(q).shares_process; }
 
 // Of two ranks of this process that leave concurrently at least one has the other's frame when its own echo
 // has arrived. So one of them compares.

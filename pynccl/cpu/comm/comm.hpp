@@ -188,7 +188,6 @@ struct Comm final : Sink, Session::Owner, std::enable_shared_from_this<Comm> {
   std::shared_ptr<Comm> that_heard();
   bool shares_process(int q);
   bool has_to_await(int q);
-  const Token& process_of(int q);
   void await_echo(Deadline deadline);
   void error_told(int from, const Blob& body);
   void put_arrived(int from, const Blob& body);

@@ -11,6 +11,9 @@ namespace {
 
 constexpr double kAssumedSeconds = 10;
 constexpr size_t kMostSteps = 64;
+// How many peers a blocked launch asks at a time. Each round asks others: if all ranks asked all, a call that
+// is only slow would cost the square of their number.
+constexpr size_t kMostAsked = 16;
 constexpr int kPauseMs = 200;
 
 double seconds_since(Clock::time_point t) { return std::chrono::duration<double>(Clock::now() - t).count(); }
@@ -154,7 +157,7 @@ void Deadlocks::look(Blocker blocker, std::vector<Wait> waits, double seconds, b
   deliver(messages);
 }
 
-// Forwards a probe to all peers that a blocked launch waits for, once per round.
+// Forwards a probe to peers that a blocked launch waits for, once per round.
 void Deadlocks::spread(Blocked& at, Probe probe, std::vector<Message>* out) {
   uint64_t& seen = at.seen[probe.origin()];
   if (seen >= probe.fixed.round) return;
@@ -171,7 +174,10 @@ void Deadlocks::spread(Blocked& at, Probe probe, std::vector<Message>* out) {
     bool elsewhere = !next.way.empty() && next.way[0].communicator != communicator;
     next.text += (next.text.empty() ? "" : ", ") + w.doing + (elsewhere ? " of another communicator" : "");
     if (next.text.size() > kMaxText || next.way.size() == kMostSteps) continue;
-    for (const Need& need : w.needs) {
+    const size_t all = w.needs.size(), asked = std::min(all, kMostAsked);
+    const uint64_t first = probe.fixed.round * kMostAsked + uint64_t(w.comm->rank);
+    for (size_t i = 0; i < asked; ++i) {
+      const Need& need = w.needs[size_t((first + i) % all)];
       next.way.push_back({communicator, w.comm->rank, need.peer});
       next.fixed.kind = need.kind;
       next.fixed.messages_only =

@@ -1,11 +1,12 @@
 // Deadlocks between ranks, also through several communicators and streams.
 //
 // A blocked launch (the calls of one group) needs its peers to start a collective, send or receive. It sends
-// each of them a probe over the line. A peer that has started the operation drops the probe. A peer
-// that must finish another launch first forwards the probe to the peers that this launch waits for. That
-// launch is the one at the head of the call's stream. If the call has not been made yet, it is the launch for
-// which the communicator's calling thread waits. A probe that returns to the launch that sent it has found a
-// cycle. A verdict then travels along the same path, so that every rank of the cycle gets the error.
+// them a probe over the line; of many peers each round asks others. A peer that has started the operation
+// drops the probe. A peer that must finish another launch first forwards the probe to the peers that this
+// launch waits for. That launch is the one at the head of the call's stream. If the call has not been made
+// yet, it is the launch for which the communicator's calling thread waits. A probe that returns to the launch
+// that sent it has found a cycle. A verdict then travels along the same path, so that every rank of the cycle
+// gets the error.
 //
 // A call that meets the other ranks, such as ncclCommSplit, is a blocked launch as well. It needs its peers
 // to make the same call.

@@ -22,6 +22,7 @@ struct Context {
   size_t board_bytes = 0;    // of the smallest Board
   size_t block_bytes = 0;    // reduced at a time; a multiple of every datatype's size
   std::vector<Link*> links;  // by rank; nullptr for this one
+  mutable PipeNews news;     // of the links' pipes
   Layout layout;
   Cell* cell = nullptr;  // this rank's; nullptr if it is alone on its host
   Board board;           // likewise
@@ -41,6 +42,8 @@ struct Context {
   Link& link(int peer) const { return *links[size_t(peer)]; }
   Step mismatch(const std::string& text) const { return fail(kMismatch, kMismatchText + text); }
   std::string who(int peer) const { return "rank " + std::to_string(peer) + " (" + link(peer).name + ")"; }
+  // Once, when the links have their pipes.
+  void hear_pipes();
   // Wakes all peers on this host.
   void ring_host() const;
   // Wakes the peers that got bytes or room since the last call.

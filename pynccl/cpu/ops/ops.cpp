@@ -1,5 +1,7 @@
 #include "ops/ops.hpp"
 
+#include <utility>
+
 #include "ops/context.hpp"
 
 namespace pncpu {
@@ -59,7 +61,14 @@ Header header_of(const Op& op, uint64_t seq) {
   return h;
 }
 
+void Context::hear_pipes() {
+  for (Link* link : links)
+    for (int c = 0; link && c < kChannels; ++c)
+      if (link->pipe[c]) link->pipe[c]->tell(&news);
+}
+
 void Context::ring_peers() const {
+  if (!std::exchange(news.moved, false)) return;
   for (Link* link : links)
     if (link && link->take_moved()) link->ring();
 }
@@ -70,6 +79,7 @@ void Context::ring_host() const {
 }
 
 Step Context::blocked(Channel channel) const {
+  if (!news.fault) return Step::Blocked;
   for (int p = 0; p < nranks; ++p)
     if (const char* fault = p == rank ? nullptr : link(p).pipe[channel]->fault())
       return fail(ncclInternalError, who(p) + " corrupted the memory that it shares with rank " +

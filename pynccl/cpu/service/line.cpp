@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "service/process.hpp"
+#include "service/state.hpp"
 
 namespace pncpu {
 namespace {
@@ -26,6 +27,21 @@ Service::LineKey key_of(const PeerInfo& peer, const PeerInfo& self) {
 bool Line::send(const Token& to, int from, Ctl kind, uint64_t tag, Blob body) {
   LineHeader header = header_of(to, from, kind, tag, body.size);
   return socket_->send_frame(&header, sizeof header, std::move(body));
+}
+
+bool Line::send(const std::vector<Recipient>& to, int from, Ctl kind, const Blob& body) {
+  const size_t size = sizeof(SeveralHead) + to.size() * sizeof(Recipient) + body.size;
+  if (to.size() == 1 || size > kMaxFrame) {
+    bool sent = true;
+    for (const Recipient& one : to) sent = send(one.to, from, kind, one.tag, body) && sent;
+    return sent;
+  }
+  std::vector<char> bytes;
+  bytes.reserve(size);
+  append(&bytes, SeveralHead{kind, uint32_t(to.size())});
+  for (const Recipient& one : to) append(&bytes, one);
+  bytes.insert(bytes.end(), body.data, body.data + body.size);
+  return send({}, from, Ctl::Several, 0, Blob::of(std::move(bytes)));
 }
 
 bool Line::has_room() { return socket_->unsent() < kMostUnsentPuts; }
@@ -56,6 +72,7 @@ std::vector<Linked> Service::link_lines(const Token& mine, int rank, const Table
   auto local = locals.find(mine);
   if (local == locals.end()) return linked;
   local->second.table = table;
+  std::map<LinePtr, std::vector<Recipient>> others;
   for (int q : *missing) {
     LineKey key = key_of(table[q], table[rank]);
     LinePtr line = open_line_to(key);
@@ -70,8 +87,10 @@ std::vector<Linked> Service::link_lines(const Token& mine, int rank, const Table
     link.end_notice.push_back({mine, q, {Ctl::Closed, 0, 0}, {}, key.first});
     linked.push_back({q, line});
     line->links_[mine].insert_or_assign(q, std::move(link));
-    line->send(table[q].token, rank, Ctl::Link, uint64_t(q), Blob::copy(&mine, sizeof mine));
+    others[line].push_back({table[q].token, uint64_t(q)});
   }
+  for (auto& [line, recipients] : others)
+    line->send(recipients, rank, Ctl::Link, Blob::copy(&mine, sizeof mine));
   if (*dials >= 0) calls_.insert(key_of(table[*dials], table[rank]));
   missing->swap(left);
   return linked;
@@ -81,8 +100,10 @@ void Service::leave_lines(const Token& mine) {
   for (auto& [key, line] : lines) {
     auto at = line->links_.find(mine);
     if (at == line->links_.end()) continue;
+    Frames byes;
     for (auto& [rank, link] : at->second)
-      if (!link.ended) line->socket_->send_frames(std::move(link.bye));
+      if (!link.ended) byes.splice(byes.end(), link.bye);
+    line->socket_->send_frames(std::move(byes));
     line->links_.erase(at);
     line->rest_if_unused();
   }
@@ -153,34 +174,60 @@ void Service::end_line(Connection& c) {
 // False closes the line.
 bool Service::take_from_line(Connection& c, const Blob& body) {
   const LineHeader head = c.head;
-  const Ctl kind = head.frame.kind;
   Line* line = c.line.get();
-  if (line && kind == Ctl::Rest) {
+  if (line && head.frame.kind == Ctl::Several) return take_several(c, body);
+  if (line && head.frame.kind == Ctl::Rest) {
     if (line->dialed_) return head.frame.tag != line->questions_ || !line->links_.empty();
     line->asked_ = head.frame.tag;
     line->rest_if_unused();
     return true;
   }
-  if (line && kind == Ctl::Link) {
+  take_frame(c, {head.to, head.from, head.frame, body, c.process});
+  return true;
+}
+
+bool Service::take_several(Connection& c, const Blob& body) {
+  const int from = c.head.from;
+  SeveralHead several;
+  if (body.size < sizeof several) return false;
+  memcpy(&several, body.data, sizeof several);
+  const size_t room = (body.size - sizeof several) / sizeof(Recipient);
+  if (several.recipients > room || several.kind == Ctl::Several || several.kind == Ctl::Rest) return false;
+  const char* at = body.data + sizeof several;
+  const char* data = at + several.recipients * sizeof(Recipient);
+  const Blob shared{body.owner, data, size_t(body.data + body.size - data)};
+  for (; at < data; at += sizeof(Recipient)) {
+    Recipient one;
+    memcpy(static_cast<void*>(&one), at, sizeof one);
+    take_frame(c, {one.to, from, {several.kind, uint32_t(shared.size), one.tag}, shared, c.process});
+  }
+  return true;
+}
+
+void Service::take_frame(Connection& c, Post frame) {
+  Line* line = c.line.get();
+  const Token to = frame.to;
+  const int from = frame.from;
+  const CtlHeader header = frame.header;
+  if (line && header.kind == Ctl::Link) {
     line->asked_ = 0;
     if (std::exchange(line->resting_, false)) wake_creations();
     Token theirs;
-    if (locals.count(head.to) || body.size != sizeof theirs) return true;
-    memcpy(static_cast<void*>(&theirs), body.data, sizeof theirs);
-    line->send(theirs, int(head.frame.tag), Ctl::Closed, 0, {});
-    return true;
+    if (locals.count(to) || frame.body.size != sizeof theirs) return;
+    memcpy(static_cast<void*>(&theirs), frame.body.data, sizeof theirs);
+    line->send(theirs, int(header.tag), Ctl::Closed, 0, {});
+    return;
   }
-  if (Line::Link* link = line && kind == Ctl::Closed ? line->find(head.to, head.from) : nullptr)
-    if (std::exchange(link->ended, true)) return true;
+  if (Line::Link* link = line && header.kind == Ctl::Closed ? line->find(to, from) : nullptr)
+    if (std::exchange(link->ended, true)) return;
   try {
     Posts post;
-    post.push_back({head.to, head.from, head.frame, body, c.process});
+    post.push_back(std::move(frame));
     give(post);
   } catch (const std::exception& e) {
-    log(Level::Warn, "the bootstrap service lost a message of rank %d: %s", head.from, e.what());
-    if (line) lose(*line, head.to, head.from);
+    log(Level::Warn, "the bootstrap service lost a message of rank %d: %s", from, e.what());
+    if (line) lose(*line, to, from);
   }
-  return true;
 }
 
 // Puts may wait for room.

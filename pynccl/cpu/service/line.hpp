@@ -17,6 +17,16 @@ struct LineHeader {
   uint32_t pad = 0;
 };
 
+// The body of Ctl::Several: this head, the recipients, and the body that each of them gets with its own tag.
+struct SeveralHead {
+  Ctl kind = Ctl::Exchange;
+  uint32_t recipients = 0;
+};
+struct Recipient {
+  Token to;
+  uint64_t tag = 0;
+};
+
 // A frame for a rank of this process.
 struct Post {
   Token to;
@@ -34,9 +44,11 @@ class Line {
 
   // False: the other process has gone, or has left too much unread.
   bool send(const Token& to, int from, Ctl kind, uint64_t tag, Blob body);
-  bool has_room();  // for a large frame
-  // Waits until the kernel has accepted everything that was sent before, or the other process has gone.
-  void drain(Deadline deadline) { socket_->drain(deadline); }
+  bool send(const std::vector<Recipient>& to, int from, Ctl kind, const Blob& body);
+  bool has_room();                                                        // for a large frame
+  Deadline drain(Deadline by, std::chrono::milliseconds patience = {}) {  // as Socket's
+    return socket_->drain(by, patience);
+  }
   int64_t pid() const { return pid_; }  // of the other process, from the kernel; 0: not visible here
 
  private:

@@ -112,6 +112,8 @@ class Service {
   bool read_frames(Connection& c);
   bool take_joining(Connection& c, const Blob& body);
   bool take_from_line(Connection& c, const Blob& body);
+  bool take_several(Connection& c, const Blob& body);
+  void take_frame(Connection& c, Post frame);
   bool accept_line(Connection& c);
   void open_line(Connection& c, bool dialed);
   void end_line(Connection& c);

@@ -730,9 +730,12 @@ bool link(const Token& to, int to_rank, const Token& mine) {
   return true;
 }
 
+void post(Posts posts) {
+  if (Service* s = Service::get("a communicator")) s->post(std::move(posts));
+}
+
 void post(const Token& to, int from, Ctl kind, uint64_t tag, const Blob& body) {
-  if (Service* s = Service::get("a communicator"))
-    s->post({{to, from, {kind, uint32_t(body.size), tag}, body}});
+  post({{to, from, {kind, uint32_t(body.size), tag}, body}});
 }
 
 void hang_up(const Token& to, int from) { post(to, from, Ctl::Closed, 0, {}); }

@@ -49,6 +49,7 @@ bool has_bad_news(const Token& token);
 // Ranks of one process need no socket. link() returns whether `to` is a rank of this process. If so, the rank
 // with the token `mine` gets closed(to_rank) when `to` ends.
 bool link(const Token& to, int to_rank, const Token& mine);
+void post(Posts posts);
 void post(const Token& to, int from, Ctl kind, uint64_t tag, const Blob& body);
 void hang_up(const Token& to, int from);  // `to` gets closed(from)
 

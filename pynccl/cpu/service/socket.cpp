@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <sys/epoll.h>
+#include <sys/uio.h>
 #include <sys/un.h>
 
 #include "base/fork.hpp"
@@ -12,6 +13,9 @@ namespace {
 // A peer with more unread bytes counts as gone.
 constexpr size_t kMostUnsent = size_t(64) << 20;
 constexpr size_t kCopied = 4096;  // bodies up to this size are copied behind their header
+// Of one system call. The kernel keeps small frames that are sent one by one in buffers of their own, and a
+// few hundred fill a socket.
+constexpr size_t kMostParts = 64;
 
 socklen_t unix_address(const Token& name, sockaddr_un* un) {
   *un = {};
@@ -53,9 +57,16 @@ bool Socket::send_frames(Frames frames) noexcept {
 
 bool Socket::push() {
   while (!unsent_.empty()) {
-    const Blob& first = unsent_.front();
-    ssize_t n =
-        send(fd(), first.data + sent_of_first_, first.size - sent_of_first_, MSG_NOSIGNAL | MSG_DONTWAIT);
+    iovec parts[kMostParts];
+    msghdr message{};
+    message.msg_iov = parts;
+    size_t skip = sent_of_first_;
+    for (const Blob& b : unsent_) {
+      if (message.msg_iovlen == kMostParts) break;
+      parts[message.msg_iovlen++] = {const_cast<char*>(b.data) + skip, b.size - skip};
+      skip = 0;
+    }
+    ssize_t n = sendmsg(fd(), &message, MSG_NOSIGNAL | MSG_DONTWAIT);
     if (n < 0 && errno == EINTR) continue;
     if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return want_room(true), true;
     if (n < 0) {
@@ -67,9 +78,10 @@ bool Socket::push() {
     sent_of_first_ += size_t(n);
     unsent_bytes_ -= size_t(n);
     sent_bytes_ += uint64_t(n);
-    if (sent_of_first_ < first.size) continue;
-    unsent_.pop_front();
-    sent_of_first_ = 0;
+    while (!unsent_.empty() && sent_of_first_ >= unsent_.front().size) {
+      sent_of_first_ -= unsent_.front().size;
+      unsent_.pop_front();
+    }
   }
   want_room(false);
   return !gone_;
@@ -106,14 +118,16 @@ size_t Socket::unsent() {
   return unsent_bytes_;
 }
 
-void Socket::drain(Deadline deadline) {
+Deadline Socket::drain(Deadline deadline, std::chrono::milliseconds patience) {
   std::unique_lock<std::mutex> lock(mutex_);
   const uint64_t until = sent_bytes_ + unsent_bytes_;
   while (push() && sent_bytes_ < until) {
     lock.unlock();
-    if (!wait_writable(fd(), deadline)) return;
+    if (!wait_writable(fd(), deadline)) break;
+    deadline = std::max<Deadline>(deadline, Clock::now() + patience);
     lock.lock();
   }
+  return deadline;
 }
 
 void Socket::watch(int epoll, uint32_t events, int key) {

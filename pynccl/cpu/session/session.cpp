@@ -197,6 +197,9 @@ ncclResult_t Session::read_table() {
     p.local = local_count_++;
   }
   hosts_ = int(host_ids.size());
+  std::map<Token, int> ranks_of;
+  for (auto& p : peers) ++ranks_of[p->info.process];
+  for (auto& p : peers) p->shares_process = ranks_of[p->info.process] > 1;
   if (local_count_ > kMostLocalRanks)
     return fail(ncclSystemError,
                 "%d ranks of a communicator on this host are more than the %d for which there is memory: it "
@@ -435,6 +438,23 @@ void Session::send(int to, Ctl kind, const void* body, size_t bytes, uint64_t ta
   send_note(info, peer(to).local >= 0, rank, kind, blob, tell_by_);
 }
 
+void Session::send(const std::vector<int>& to, Ctl kind, const void* body, size_t bytes) {
+  std::map<LinePtr, std::vector<Recipient>> there;
+  std::vector<int> others;
+  {
+    std::lock_guard<std::mutex> lock(mutex);
+    for (int q : to) {
+      const Peer* p = size_t(q) < peers_.size() ? peers_[size_t(q)].get() : nullptr;
+      if (p && p->line && !p->gone)
+        there[p->line].push_back({p->info.token});
+      else
+        others.push_back(q);
+    }
+  }
+  for (auto& [line, recipients] : there) line->send(recipients, rank, kind, Blob::copy(body, bytes));
+  for (int q : others) send(q, kind, body, bytes);
+}
+
 bool Session::has_room(int to) {
   std::lock_guard<std::mutex> lock(mutex);
   return !peer(to).line || peer(to).line->has_room();
@@ -473,8 +493,9 @@ void Session::disconnect() noexcept {
     waiting_.clear();
     for (auto& p : peers_) p->linked = false;
   }
-  // The others must receive the reason of the end before this process ends.
-  Deadline deadline = after_ms(2000);
+  // The others must receive the reason of the end before this process ends. Busy ones read it slowly.
+  const std::chrono::milliseconds patience(2000 + 8 * nranks);
+  Deadline deadline = Clock::now() + patience;
   LinePtr drained;
   for (auto& p : peers_) {
     LinePtr line;
@@ -483,7 +504,7 @@ void Session::disconnect() noexcept {
       line = std::move(p->line);
     }
     if (!line || line == drained) continue;
-    line->drain(deadline);
+    deadline = line->drain(deadline, patience);
     drained = std::move(line);
   }
   if (data_) data_->stop();
@@ -749,24 +770,29 @@ ncclResult_t Session::exchange(const Tags& tags, const std::vector<int>& ranks, 
 
 ncclResult_t Session::say(const Tags& tags, const std::vector<int>& ranks, const Blob& mine,
                           const char* what) {
+  struct Others {
+    std::vector<Recipient> recipients;
+    size_t first;
+  };
   size_t lost = ranks.size();  // the others do not wait for what was said
+  Posts here;
+  std::map<LinePtr, Others> there;
   for (size_t i = 0; i < ranks.size(); ++i) {
-    int q = ranks[i];
-    if (q == rank) continue;
-    if (!deliver(q, Ctl::Exchange, tags[i], mine)) lost = std::min(lost, i);
-  }
-  return lost == ranks.size() ? ncclSuccess : cut_off(ranks[lost], what, "it died or left", tags[lost]);
-}
-
-bool Session::deliver(int to, Ctl kind, uint64_t tag, const Blob& body) {
-  LinePtr line;
-  {
+    if (ranks[i] == rank) continue;
+    const Peer& p = peer(ranks[i]);
     std::lock_guard<std::mutex> lock(mutex);
-    if (!peer(to).linked || peer(to).gone) return false;
-    line = peer(to).line;
+    if (!p.linked || p.gone)
+      lost = std::min(lost, i);
+    else if (p.line)
+      there.try_emplace(p.line, Others{{}, i}).first->second.recipients.push_back({p.info.token, tags[i]});
+    else
+      here.push_back({p.info.token, rank, {Ctl::Exchange, uint32_t(mine.size), tags[i]}, mine});
   }
-  if (line) return line->send(peer(to).info.token, rank, kind, tag, body);
-  return post(peer(to).info.token, rank, kind, tag, body), true;
+  post(std::move(here));
+  // A frame for all ranks of a process.
+  for (auto& [line, others] : there)
+    if (!line->send(others.recipients, rank, Ctl::Exchange, mine)) lost = std::min(lost, others.first);
+  return lost == ranks.size() ? ncclSuccess : cut_off(ranks[lost], what, "it died or left", tags[lost]);
 }
 
 void Session::exchanged(int from, uint64_t tag, const Blob& body) {

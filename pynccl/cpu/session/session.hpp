@@ -30,6 +30,7 @@ struct Peer {
   Link link;
   int local = -1;                   // index in the host's segment; -1 on another host
   bool same_process = false;        // its token is one of this process's
+  bool shares_process = false;      // with another rank
   bool vouched = false;             // the kernel confirms the pid that it claims
   bool left = false;                // under Session::mutex
   std::atomic<bool> failed{false};  // it has reported an error, so its end is the consequence
@@ -116,6 +117,8 @@ class Session {
   void echo(Ctl kind, const void* body, size_t bytes);
   // No effect if the peer has gone.
   void send(int to, Ctl kind, const void* body, size_t bytes, uint64_t tag = 0);
+  // The same for several peers, in one frame for all of a process.
+  void send(const std::vector<int>& to, Ctl kind, const void* body, size_t bytes);
   bool has_room(int to);  // a large frame can be sent now; else the owner's sink hears of room
   int known_ranks();      // 0 before the table has arrived
   bool linked(int to);
@@ -170,7 +173,6 @@ class Session {
   ncclResult_t open_data_links(int q);
   ncclResult_t await_arrival(HelloKind kind, int from, const char* doing, SocketPtr* socket);
   ncclResult_t told_before(int q, const char* doing);
-  bool deliver(int to, Ctl kind, uint64_t tag, const Blob& body);
   uint64_t seen_news();
   ncclResult_t share_segment();
   ncclResult_t create_segment();

@@ -32,7 +32,7 @@ class RingPipe final : public Pipe {
   size_t readable() override {
     uint64_t bytes = in_.state->head.load(std::memory_order_acquire) - tail_;
     if (bytes <= size_) return size_t(bytes);
-    fault_ = "a ring holds more than fits into it";
+    corrupted("a ring holds more than fits into it");
     return 0;
   }
 
@@ -52,7 +52,7 @@ class RingPipe final : public Pipe {
   void consume(size_t bytes) override {
     tail_ += bytes;
     in_.state->tail.store(tail_, std::memory_order_release);
-    moved_ = true;
+    has_moved();
   }
 
   size_t read(void* to, size_t bytes) override {
@@ -71,7 +71,7 @@ class RingPipe final : public Pipe {
   size_t look_for_room() {
     uint64_t tail = out_.state->tail.load(std::memory_order_acquire);
     if (head_ - tail > size_) {
-      fault_ = "more was taken from a ring than was put into it";
+      corrupted("more was taken from a ring than was put into it");
       seen_tail_ = head_ - size_;  // no room
     } else {
       seen_tail_ = tail;
@@ -88,7 +88,7 @@ class RingPipe final : public Pipe {
   void publish(size_t bytes) {
     head_ += bytes;
     out_.state->head.store(head_, std::memory_order_release);
-    moved_ = true;
+    has_moved();
   }
 
   const Ring out_, in_;

@@ -19,6 +19,11 @@ struct Span {
   size_t size;
 };
 
+// What has happened to some of a rank's pipes, so that it need not ask each of them.
+struct PipeNews {
+  bool moved = false, fault = false;
+};
+
 // A byte stream in each direction. Never blocks: it moves as many bytes as possible now.
 class Pipe {
  public:
@@ -40,6 +45,7 @@ class Pipe {
   virtual std::shared_ptr<Socket> socket() const { return nullptr; }
   virtual void close() {}
 
+  void tell(PipeNews* news) { news_ = news; }
   // How the peer has corrupted the pipe, which then moves no more bytes; nullptr: it has not.
   const char* fault() const { return fault_; }
   // Whether bytes have moved in shared memory since the last call, so that the peer's bell must ring. A
@@ -47,6 +53,12 @@ class Pipe {
   bool take_moved() { return moved_ && !(moved_ = false); }
 
  protected:
+  void has_moved() { moved_ = news_->moved = true; }
+  void corrupted(const char* how) { fault_ = how, news_->fault = true; }
+
+ private:
+  PipeNews own_;
+  PipeNews* news_ = &own_;
   bool moved_ = false;
   const char* fault_ = nullptr;
 };
