@@ -7,7 +7,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple, TypeVar
@@ -73,8 +73,15 @@ def refuse_recording(what: str) -> None:
         raise NcclInvalidUsage(f"{what} inside pynccl.group() or prepare: expected it outside", function=what)
 
 
+# When this process printed hints last: of many ranks that wait only a few say so.
+_hints: deque[float] = deque(maxlen=4)
+
+
 def _hint(text: str) -> bool:
-    if text:
+    now = time.monotonic()
+    few = len(_hints) < 4 or _hints[0] < now - LONG
+    if text and few:
+        _hints.append(now)
         print(f"pynccl: {text}", file=sys.stderr, flush=True)
     return bool(text)
 

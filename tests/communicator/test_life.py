@@ -470,6 +470,20 @@ def test_every_rank_makes_its_own_unique_id(rank: int, nranks: int) -> None:
         pynccl.Communicator(2, pynccl.get_unique_id(), 0, timeout=0.5)
 
 
+@on_ranks(1)
+def test_of_many_ranks_that_wait_few_say_so(rank: int, nranks: int) -> None:
+    core.LONG = 3.0
+
+    def wait() -> None:
+        pynccl.Communicator(2, pynccl.get_unique_id(), 0)
+
+    with redirect_stderr(io.StringIO()) as said:
+        for _ in range(16):
+            threading.Thread(target=wait, daemon=True).start()
+        time.sleep(5)
+    assert 1 <= said.getvalue().count("waits for other ranks") <= 4
+
+
 @on_ranks(2)
 def test_two_ranks_in_each_process_end_one_after_another(rank: int, nranks: int) -> None:
     with pynccl.init(timeout=30) as comm:

@@ -93,6 +93,34 @@ TEST_CASE("opposite order one call after the other") { opposite_order(as_threads
 TEST_CASE("opposite order on a stream in processes") { opposite_order(as_processes, false); }
 TEST_CASE("opposite order one call after the other in processes") { opposite_order(as_processes, true); }
 
+// The ranks between the two are only late. A rank that waits for many asks others in each round.
+void two_among_many(Run run) {
+  constexpr int kRanks = 40;
+  const ncclUniqueId ids[] = {new_id(), new_id()};
+  Meeting made(kRanks), told(kRanks);
+  Stopwatch watch;
+  run(kRanks, [&](int rank) {
+    const bool last = rank == kRanks - 1, waits = rank == kRanks / 2 || last;
+    ncclComm_t comm[] = {join(ids[0], kRanks, rank), waits ? join(ids[1], 2, last) : nullptr};
+    made();
+    Buffers x;
+    if (waits) {
+      const int first = last ? 0 : 1;
+      expect_deadlock(
+          {[&] { return x.sum(first, comm[first]); }, [&] { return x.sum(1 - first, comm[1 - first]); },
+           [&] { return synchronize(comm[0]); }, [&] { return synchronize(comm[1]); }},
+          {0, 1}, true);
+    }
+    told();
+    OK(ncclCommAbort(comm[0]));
+    if (waits) OK(ncclCommAbort(comm[1]));
+  });
+  CHECK(watch.seconds() < 60);
+}
+
+TEST_CASE("two ranks wait for each other among many") { two_among_many(as_threads); }
+TEST_CASE("two ranks wait for each other among many in processes") { two_among_many(as_processes); }
+
 // Communicator c has the ranks c and c+1. Each rank calls on the one it has with its successor first.
 void cycle_of_three(Run run, bool wait_between) {
   ncclUniqueId ids[] = {new_id(), new_id(), new_id()};

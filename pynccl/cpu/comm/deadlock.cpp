@@ -150,7 +150,7 @@ void Deadlocks::look(Blocker blocker, std::vector<Wait> waits, double seconds, b
     Probe probe;
     probe.fixed.process = process_;
     probe.fixed.period = b.period;
-    probe.fixed.round = ++rounds_;
+    probe.fixed.round = ++b.rounds;
     b.seen.clear();
     spread(b, probe, &messages);
   }

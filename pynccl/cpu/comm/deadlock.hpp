@@ -87,7 +87,7 @@ class Deadlocks {
     }
   };
   struct Blocked {
-    uint64_t period = 0;
+    uint64_t period = 0, rounds = 0;
     double seconds = 0;
     bool meets = false;  // false: a launch
     int thread = 0;      // that waits in the meeting, without a limit; else 0
@@ -109,7 +109,7 @@ class Deadlocks {
   std::mutex mutex_;
   std::map<Blocker, Blocked> blocked_;
   std::map<int, Waiting> waiting_;  // by thread
-  uint64_t periods_ = 0, rounds_ = 0;
+  uint64_t periods_ = 0;
   const Token process_ = Token::random();
 };
 
