@@ -128,7 +128,8 @@ def another_thread_may_call() -> bool:
     package = __name__.partition(".")[0]
     own = {threading.get_ident(), *_callers}
     for thread in threading.enumerate():
-        if thread.ident is None or thread.ident in own:
+        # The object for a thread that `threading` has not started may outlive the thread.
+        if thread.ident is None or thread.ident in own or type(thread).__name__ == "_DummyThread":
             continue
         if type(thread).__module__.partition(".")[0] != package:
             return True
