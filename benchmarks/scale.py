@@ -29,6 +29,8 @@ from pynccl import testing
 
 SITE = Path(__file__).resolve().parents[1] / "tools" / "site"
 REPEATS = 5
+# Seconds of the time-out of ranks that watch each other: no time-out, no watchdog.
+WATCHED = 300.0
 # The quantities of a row, in their units, and how the model continues them: by a fit of what was measured.
 QUANTITIES = {
     "init, s": "init",
@@ -101,7 +103,8 @@ def work(rank: int, nranks: int, threads: int, timeout: float | None, meeting: s
 
 def die(rank: int, nranks: int, threads: int, note: str) -> float:
     """Let the last process be killed; return how long this rank took to hear of it."""
-    comm = pynccl.init(timeout=120)
+    together(nranks, f"{note}.begin")
+    comm = pynccl.init(timeout=WATCHED)
     comm.barrier()
     if rank == nranks - 1:
         time.sleep(0.5)
@@ -146,7 +149,7 @@ def measure(nranks: int, threads: int, library: str, timeout: float) -> dict[str
         steps = {
             "plain": lambda: testing.run(nranks, work, threads, None, f"{folder}/plain", **limits),
             "check mode": lambda: testing.run(
-                nranks, work, threads, 120, f"{folder}/checked", env={"PYNCCL_CHECK": "1"}, **limits
+                nranks, work, threads, WATCHED, f"{folder}/checked", env={"PYNCCL_CHECK": "1"}, **limits
             ),
             "death": lambda: testing.run(nranks, die, threads, f"{folder}/died", check=False, **limits),
         }

@@ -186,6 +186,8 @@ class Running(Generic[T]):
             self._thread = threading.get_native_id()
         _here.running = self
         self._run()
+        # What drops the result is no part of the call, which may be abandoned.
+        del _here.running
         with self._lock:
             try:
                 if self._abandoned:

@@ -145,22 +145,29 @@ static int pynccl_is_worse(pynccl_reasons a, pynccl_reasons b) {
   return a.missed != b.missed ? a.missed > b.missed : a.order >= b.order;
 }
 
+static int pynccl_is_set(const uint64_t* rows, size_t words, int rank, int other) {
+  return rows[(size_t)rank * words + (size_t)other / 64] >> other % 64 & 1;
+}
+
+// `left` has the ranks that have not failed.
+static pynccl_reasons pynccl_reasons_of(const pynccl_watch* w, const pynccl_rows* rows, const uint64_t* left,
+                                        int rank) {
+  pynccl_reasons found = {0, 0, w->peers[rank].order};
+  for (size_t i = 0; i < rows->words; ++i) {
+    found.lacks += __builtin_popcountll(rows->apart[(size_t)rank * rows->words + i] & left[i]);
+    found.missed += __builtin_popcountll(rows->lost_by[(size_t)rank * rows->words + i] & left[i]);
+  }
+  return found;
+}
+
 // Of the ranks that cannot reach each other, choose the one that cannot reach most of the others; then the
 // one that most ranks cannot reach; then the highest, by the order that is the same in all communicators: a
-// connection that ends does so in each of them. `left` has the ranks that have not failed.
-static int pynccl_worst(const pynccl_watch* w, const pynccl_rows* rows, const uint64_t* left) {
+// connection that ends does so in each of them.
+static int pynccl_worst(const pynccl_watch* w, const pynccl_reasons* reasons, const uint64_t* left) {
   int worst = -1;
-  pynccl_reasons most = {0, 0, 0};
   for (int r = 0; r < w->size; ++r) {
-    pynccl_reasons found = {0, 0, w->peers[r].order};
-    if (!(left[r / 64] >> r % 64 & 1)) continue;
-    for (size_t i = 0; i < rows->words; ++i) {
-      found.lacks += __builtin_popcountll(rows->apart[(size_t)r * rows->words + i] & left[i]);
-      found.missed += __builtin_popcountll(rows->lost_by[(size_t)r * rows->words + i] & left[i]);
-    }
-    if (!found.lacks || !pynccl_is_worse(found, most)) continue;
-    worst = r;
-    most = found;
+    if (!pynccl_is_set(left, 0, 0, r) || !reasons[r].lacks) continue;
+    if (worst < 0 || pynccl_is_worse(reasons[r], reasons[worst])) worst = r;
   }
   return worst;
 }
@@ -170,12 +177,19 @@ static void pynccl_fail_apart(const pynccl_watch* w, char* failed) {
   pynccl_rows rows;
   if (!pynccl_find_apart(w, &rows)) return;
   uint64_t* left = calloc(rows.words, sizeof *left);
+  pynccl_reasons* reasons = calloc((size_t)w->size, sizeof *reasons);
   for (int r = 0; left && r < w->size; ++r)
     if (!failed[r]) pynccl_set(left, 0, 0, r);
-  for (int worst; left && (worst = pynccl_worst(w, &rows, left)) >= 0;) {
+  for (int r = 0; left && reasons && r < w->size; ++r) reasons[r] = pynccl_reasons_of(w, &rows, left, r);
+  for (int worst; left && reasons && (worst = pynccl_worst(w, reasons, left)) >= 0;) {
     left[worst / 64] &= ~(1ULL << worst % 64);
     failed[worst] = 1;
+    for (int r = 0; r < w->size; ++r) {
+      reasons[r].lacks -= pynccl_is_set(rows.apart, rows.words, r, worst);
+      reasons[r].missed -= pynccl_is_set(rows.lost_by, rows.words, r, worst);
+    }
   }
+  free(reasons);
   free(left);
   free(rows.apart);
 }
