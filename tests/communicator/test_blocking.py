@@ -67,6 +67,26 @@ def test_an_error_of_a_signal_handler_is_no_lack_of_threads(monkeypatch: pytest.
     assert threading.get_ident() not in made
 
 
+def test_what_drops_the_result_of_an_abandoned_call_is_not_abandoned() -> None:
+    begun, abandoned, dropped = threading.Event(), threading.Event(), threading.Event()
+
+    def call() -> bool:
+        begun.set()
+        return abandoned.wait(10)
+
+    def drop(_: bool) -> None:
+        # As an abort may be.
+        if bounded(partial(time.sleep, 1), None, "a slow end") is None:
+            dropped.set()
+
+    running = Running(call, "a call", drop)
+    running.start()
+    assert begun.wait(10)
+    assert running.give_up()
+    abandoned.set()
+    assert dropped.wait(10)
+
+
 def start_and_wait(running: Running[bool], seconds: float) -> None:
     signal.setitimer(signal.ITIMER_REAL, seconds)
     running.start()
