@@ -443,6 +443,7 @@ void Session::send(const std::vector<int>& to, Ctl kind, const void* body, size_
   std::vector<int> others;
   {
     std::lock_guard<std::mutex> lock(mutex);
+    if (disconnected_) return;
     for (int q : to) {
       const Peer* p = size_t(q) < peers_.size() ? peers_[size_t(q)].get() : nullptr;
       if (p && p->line && !p->gone)
