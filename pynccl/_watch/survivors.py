@@ -30,8 +30,6 @@ _LINGER = 1.0
 # Kinds of agreements: a shrink with abort=True, another shrink, and grow. With _BEGUN: a rank has begun one.
 SHRINKING, LEAVING_OUT, GROWING = 1, 2, 3
 _BEGUN = 128
-# In place of the number of an attempt: the rank has given up its last one.
-_GAVE_UP = 0
 _TEXT: Any = lib.PYNCCL_FRAME_TEXT
 _GONE: Any = lib.PYNCCL_GONE
 _SILENT: Any = lib.PYNCCL_SILENT
@@ -105,11 +103,12 @@ class Survivors:
     def _begin_attempt(self) -> None:
         self._tell_attempt(self.attempt)
         for rank in ranks_in(self.members):
-            if (begun := self.watch.begun.get((self.kind, rank))) is not None:
+            if (begun := self.watch.begun.get((self.kind, rank), 0)) > 0:
                 self._match(rank, begun)
 
     def _tell_attempt(self, attempt: int) -> None:
-        self.watch.send(self.members, self.kind | _BEGUN, attempt.to_bytes(4, "big"))
+        """Tell the others which attempt this rank has begun, or, with a minus, given up."""
+        self.watch.send(self.members, self.kind | _BEGUN, attempt.to_bytes(4, "big", signed=True))
 
     def _match(self, rank: int, attempt: int) -> None:
         """From now on talk to this attempt of a rank; tell it the newest of what it has missed."""
@@ -123,12 +122,12 @@ class Survivors:
     def _hear_beginnings(self) -> None:
         rank, number = ffi.new("int*"), ffi.new("char[]", 4)
         while not lib.pynccl_watch_take(self.watch.c, rank, self.begins, number, 4, 0):
-            other, begun = int(rank[0]), int.from_bytes(ffi.buffer(number), "big")
+            other, begun = int(rank[0]), int.from_bytes(ffi.buffer(number), "big", signed=True)
             # What it has sent before belongs to its earlier attempt.
             self._hear_messages(0)
             self.watch.begun[self.kind, other] = begun
             if not self.heard_of >> other & 1:
-                self._match(other, begun)
+                self._match(other, max(0, begun))
 
     def _must_not_be_given_up(self) -> None:
         if gone := self._given_up():
@@ -145,12 +144,8 @@ class Survivors:
         if len(self.states) > self.finished and self.states[-1].decision is not None:
             # They may have gone on after this decision, which is still to be returned here.
             return 0
-        newest = self.watch.begun
-        return set_of(
-            r
-            for r in ranks_in(self.heard_of)
-            if newest.get((self.kind, r), _GAVE_UP) not in (_GAVE_UP, self.theirs[r])
-        )
+        newest = {r: self.watch.begun.get((self.kind, r), 0) for r in ranks_in(self.heard_of)}
+        return set_of(r for r, begun in newest.items() if begun > 0 and begun != self.theirs[r])
 
     def _tag(self, sender: int, receiver: int, number: int = 0) -> int:
         return sender << 40 | receiver << 16 | number << 8 | self.kind
@@ -189,7 +184,7 @@ class Survivors:
         except NcclError:
             if not self.final:
                 # A rank that comes later is not to wait for this attempt.
-                self._tell_attempt(_GAVE_UP)
+                self._tell_attempt(-self.attempt)
             raise
         # An abort in another thread looks like the loss of all other ranks.
         self.not_aborted()
@@ -296,7 +291,9 @@ class Survivors:
         )
 
     def _late(self, awaited: int) -> RankFailedError:
-        if awaited and all(self.watch.begun.get((self.kind, r)) == _GAVE_UP for r in ranks_in(awaited)):
+        newest = [self.watch.begun.get((self.kind, r), 0) for r in ranks_in(awaited)]
+        # A rank that gave up an earlier attempt is only late in this one.
+        if newest and all(begun <= -self.attempt for begun in newest):
             return self._out("did not wait for")
         fates = self._fates()
         silent = set_of(r for r in ranks_in(awaited) if fates[r] & _SILENT)

@@ -48,6 +48,8 @@ if TYPE_CHECKING:
 BY_DEATH = (ncclUnhandledCudaError, ncclSystemError, ncclInternalError, ncclRemoteError)
 # Milliseconds to wait, after an error of the library, for the report of a death or of another rank.
 DEATH_MS, _REPORT_MS = 1500, 400
+# For each of so many ranks.
+_PROMPT = 128
 _BY_REPORT = (ncclInvalidUsage, ncclTimeout)
 # Seconds after an error within which another rank's abort may have caused it.
 _OWN_ABORT = DEATH_MS / 2000
@@ -97,7 +99,8 @@ class Watch:
         self.visible: Sequence[bool] = ()
         # The ranks that failed shrinks have named, as a set of bits.
         self.suspects = 0
-        # By kind of agreement and rank, the number of the newest attempt that the rank has begun.
+        # By kind of agreement and rank, the number of the newest attempt that the rank has begun, with a
+        # minus if it has given it up.
         self.begun: dict[tuple[int, int], int] = {}
 
     @property
@@ -215,7 +218,9 @@ class Watch:
         """Return how many milliseconds after an error of the library its verdict may come."""
         if not self.c.watch:
             return 0
-        return DEATH_MS if error.result in BY_DEATH else _REPORT_MS if error.result in _BY_REPORT else 0
+        wait = DEATH_MS if error.result in BY_DEATH else _REPORT_MS if error.result in _BY_REPORT else 0
+        # The losses of many ranks take longer to reach all of them.
+        return wait * -(-self.size // _PROMPT)
 
     def may_explain(self, error: NcclError, since: float) -> bool:
         """Tell whether a verdict may still come for an error of the library at a time of time.monotonic()."""

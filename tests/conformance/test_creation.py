@@ -107,6 +107,8 @@ def test_wrong_refusals_to_grow(rank: Rank) -> None:
     for uid, result, ranks, text in (
         (None, 0, [], "result is 0, expected an error"),
         (None, 99, [], "result is 99, expected an error"),
+        (None, REMOTE_ERROR, [0, 7], "lateRanks[1] is 7, expected a rank, 0 to"),
+        (None, REMOTE_ERROR, [-3], "lateRanks[0] is -3, expected a rank, 0 to"),
         (bytes(128), REMOTE_ERROR, [], "uniqueId was not made by ncclGetUniqueId of this library"),
     ):
         code, told = outcome(api.pyncclCpuRefuseToGrow, comm, uid, result, "why", ranks, len(ranks))

@@ -726,7 +726,12 @@ ncclResult_t pyncclCpuRefuseToGrow(ncclComm_t comm, const ncclUniqueId* uniqueId
     if (uniqueId)
       if (ncclResult_t r = check_id(function, "uniqueId", id_of(*uniqueId)); r != ncclSuccess) return r;
     LateRanks late;
-    for (int i = 0; i < lateRanksCount; ++i) late.add(lateRanks[i]);
+    for (int i = 0; i < lateRanksCount; ++i) {
+      if (lateRanks[i] < 0 || lateRanks[i] >= c->nranks)
+        return fail_in(function, ncclInvalidArgument, "lateRanks[%d] is %d, expected a rank, 0 to %d", i,
+                       lateRanks[i], c->nranks - 1);
+      late.add(lateRanks[i]);
+    }
     const GrowBlob mine = grow_blob(*c, 0, uniqueId);
     set_last_error(result, why, late);
     if (mine.has != GrowBlob::None) c->session.refuse(mine.id);
