@@ -144,8 +144,9 @@ def is_destroyed(stream: int, on_cpu: bool) -> bool:
         return not cuda.is_stream(stream)
     try:
         capi.pyncclCpuStreamQuery(0, stream)
-    except NcclInvalidArgument:
-        return True
+    except NcclError as error:
+        # Else it is the error of a call on the stream.
+        return isinstance(error, NcclInvalidArgument)
     return False
 
 

@@ -48,8 +48,6 @@ if TYPE_CHECKING:
 BY_DEATH = (ncclUnhandledCudaError, ncclSystemError, ncclInternalError, ncclRemoteError)
 # Milliseconds to wait, after an error of the library, for the report of a death or of another rank.
 DEATH_MS, _REPORT_MS = 1500, 400
-# For each of so many ranks.
-_PROMPT = 128
 _BY_REPORT = (ncclInvalidUsage, ncclTimeout)
 # Seconds after an error within which another rank's abort may have caused it.
 _OWN_ABORT = DEATH_MS / 2000
@@ -220,7 +218,7 @@ class Watch:
             return 0
         wait = DEATH_MS if error.result in BY_DEATH else _REPORT_MS if error.result in _BY_REPORT else 0
         # The losses of many ranks take longer to reach all of them.
-        return wait * -(-self.size // _PROMPT)
+        return wait * -(-self.size // lib.PYNCCL_FAST_RANKS)
 
     def may_explain(self, error: NcclError, since: float) -> bool:
         """Tell whether a verdict may still come for an error of the library at a time of time.monotonic()."""

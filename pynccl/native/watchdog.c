@@ -76,7 +76,7 @@ static void pynccl_inspect(pynccl_watch* w, int64_t now) {
   if (w->library_error) pynccl_find_dead(w);
   // A dead rank is the better explanation, and may be noticed later than the error.
   if (w->dying) return;
-  if (w->library_error && now - w->library_at > SILENCE_NS) {
+  if (w->library_error && now - w->library_at > pynccl_silence(w)) {
     // The library reports no error if the communicator was revoked since.
     w->library_error = w->handle ? pynccl_ask(w) : 0;
     if (w->library_error && w->listed && !w->verdict.trouble) pynccl_conclude_library(w);

@@ -793,3 +793,32 @@ def test_an_abort_tells_for_whom_the_rank_waited() -> None:
     # Rank 0's own call ends by the library's error, or by the closed communicator, whichever it sees first.
     assert why in first or "cannot be used: it was aborted" in first, first
     assert f"rank 0 reports: {why}" in second, second
+
+
+def hears_of_another_call(rank: int, nranks: int) -> Outcome | None:
+    """Rank 1 dies. Of rank 0's calls on a stream one more fails than its wait has reported."""
+    comm = pynccl.init(timeout=20)
+    comm.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    query = capi.pyncclCpuStreamQuery
+
+    def fails(comm: int, stream: int) -> int:
+        query(comm, stream)
+        raise pynccl.NcclRemoteError("rank 1 died", function="pyncclCpuStreamQuery")
+
+    stream = pynccl.Stream()
+    comm.all_reduce(np.ones(1), stream=stream)
+    setattr(capi, "pyncclCpuStreamQuery", fails)  # noqa: B010
+    try:
+        comm.synchronize()
+    except NcclError as error:
+        comm.abort()
+        return type(error).__name__, getattr(error, "ranks", []), str(error), 0.0
+    return None
+
+
+def test_a_death_explains_each_of_several_calls_that_fail() -> None:
+    first, second = run(2, hears_of_another_call, backend="cpu", check=False, timeout=40)
+    assert isinstance(second, RankError)
+    assert first[:2] == ("RankFailedError", [1])
