@@ -495,7 +495,7 @@ void Session::disconnect() noexcept {
     for (auto& p : peers_) p->linked = false;
   }
   // The others must receive the reason of the end before this process ends. Busy ones read it slowly.
-  const std::chrono::milliseconds patience(2000 + 8 * nranks);
+  const std::chrono::milliseconds patience(2000 + 8 * std::min(nranks, 1024));
   Deadline deadline = Clock::now() + patience;
   LinePtr drained;
   for (auto& p : peers_) {
