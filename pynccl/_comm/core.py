@@ -73,13 +73,14 @@ def refuse_recording(what: str) -> None:
         raise NcclInvalidUsage(f"{what} inside pynccl.group() or prepare: expected it outside", function=what)
 
 
-# When this process printed hints last: of many ranks that wait only a few say so.
-_hints: deque[float] = deque(maxlen=4)
+# When this process printed its last hints. Of many ranks that wait, this many say so within LONG seconds.
+_MOST_HINTS = 4
+_hints: deque[float] = deque(maxlen=_MOST_HINTS)
 
 
 def _hint(text: str) -> bool:
     now = time.monotonic()
-    few = len(_hints) < 4 or _hints[0] < now - LONG
+    few = len(_hints) < _MOST_HINTS or _hints[0] < now - LONG
     if text and few:
         _hints.append(now)
         print(f"pynccl: {text}", file=sys.stderr, flush=True)

@@ -117,7 +117,7 @@ def _set_up(
         lifetime.own(int(handle))
     on_cpu = loader.backend() == "cpu"
     if not on_cpu:
-        # Warns here, since each communicator may be the first after a program has loaded another libnccl.
+        # This warns of another libnccl, which the program may have loaded since the last communicator.
         loader.library_info()
     core.waits = int(on_cpu)
     core.settle("creating the communicator", look, grace)

@@ -20,8 +20,8 @@ from pynccl._trace.recorder import dump_because
 
 T = TypeVar("T")
 
-# Seconds between two looks for a reason to abandon a blocking call, for each of so many threads that wait: a
-# process of many ranks must not spend its time on looks.
+# Seconds between two looks for a reason to abandon a blocking call while at most so many threads wait. More
+# threads look less often each: a process of many ranks must not spend its time on looks.
 _SLICE, _PROMPT = 0.1, 8
 # Seconds before the CPU library interrupts an abandoned call. Ranks with the same time-out should first find
 # the missing rank themselves, and not that this rank has left.

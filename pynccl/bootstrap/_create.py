@@ -14,8 +14,8 @@ from pynccl.bootstrap._exchange import Exchange
 from pynccl.bootstrap._preflight import Failure, failure_of
 from pynccl.bootstrap._store import StoreSilent
 
-# Seconds before the first look for a failure of another rank, and between later looks of so many ranks: more
-# ranks look more seldom, since one store answers all of them.
+# Seconds before the first look for a failure of another rank, and between later looks of at most so many
+# ranks. More ranks look less often each, since one store answers all of them.
 _FIRST_LOOK, _PERIOD, _PROMPT = 0.05, 0.2, 64
 # Seconds that the library gets, after the store was lost, to report the death of rank 0 itself.
 _GRACE = 3.0

@@ -172,23 +172,29 @@ static int pynccl_worst(const pynccl_watch* w, const pynccl_reasons* reasons, co
   return worst;
 }
 
+// `left` and `reasons` are zero.
+static void pynccl_fail_worst(const pynccl_watch* w, const pynccl_rows* rows, uint64_t* left,
+                              pynccl_reasons* reasons, char* failed) {
+  for (int r = 0; r < w->size; ++r)
+    if (!failed[r]) pynccl_set(left, 0, 0, r);
+  for (int r = 0; r < w->size; ++r) reasons[r] = pynccl_reasons_of(w, rows, left, r);
+  for (int worst; (worst = pynccl_worst(w, reasons, left)) >= 0;) {
+    left[worst / 64] &= ~(1ULL << worst % 64);
+    failed[worst] = 1;
+    for (int r = 0; r < w->size; ++r) {
+      reasons[r].lacks -= pynccl_is_set(rows->apart, rows->words, r, worst);
+      reasons[r].missed -= pynccl_is_set(rows->lost_by, rows->words, r, worst);
+    }
+  }
+}
+
 // Of the ranks that can be reached, add those that cannot reach others of them.
 static void pynccl_fail_apart(const pynccl_watch* w, char* failed) {
   pynccl_rows rows;
   if (!pynccl_find_apart(w, &rows)) return;
   uint64_t* left = calloc(rows.words, sizeof *left);
   pynccl_reasons* reasons = calloc((size_t)w->size, sizeof *reasons);
-  for (int r = 0; left && r < w->size; ++r)
-    if (!failed[r]) pynccl_set(left, 0, 0, r);
-  for (int r = 0; left && reasons && r < w->size; ++r) reasons[r] = pynccl_reasons_of(w, &rows, left, r);
-  for (int worst; left && reasons && (worst = pynccl_worst(w, reasons, left)) >= 0;) {
-    left[worst / 64] &= ~(1ULL << worst % 64);
-    failed[worst] = 1;
-    for (int r = 0; r < w->size; ++r) {
-      reasons[r].lacks -= pynccl_is_set(rows.apart, rows.words, r, worst);
-      reasons[r].missed -= pynccl_is_set(rows.lost_by, rows.words, r, worst);
-    }
-  }
+  if (left && reasons) pynccl_fail_worst(w, &rows, left, reasons, failed);
   free(reasons);
   free(left);
   free(rows.apart);

@@ -5,8 +5,8 @@
 namespace pncpu {
 
 namespace {
-// Seconds without progress before the first deadlock search, for each of so many ranks: the calls of more
-// ranks take longer.
+// Seconds without progress before the first deadlock search, with at most so many ranks. More ranks wait
+// longer, since their calls take longer.
 constexpr double kFirstLook = 0.15;
 constexpr int kPrompt = 128;
 constexpr int kLooksForData = 8;  // a look at the sockets is a system call

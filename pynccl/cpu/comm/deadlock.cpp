@@ -11,8 +11,8 @@ namespace {
 
 constexpr double kAssumedSeconds = 10;
 constexpr size_t kMostSteps = 64;
-// How many peers a blocked launch asks at a time. Each round asks others: if all ranks asked all, a call that
-// is only slow would cost the square of their number.
+// A blocked launch asks at most this many peers in a round, and others in the next round. If each of n ranks
+// asked all others, a call that is only slow would cost n * n messages.
 constexpr size_t kMostAsked = 16;
 constexpr int kPauseMs = 200;
 

@@ -42,7 +42,7 @@ struct Context {
   Link& link(int peer) const { return *links[size_t(peer)]; }
   Step mismatch(const std::string& text) const { return fail(kMismatch, kMismatchText + text); }
   std::string who(int peer) const { return "rank " + std::to_string(peer) + " (" + link(peer).name + ")"; }
-  // Once, when the links have their pipes.
+  // Call this once, when the links have their pipes.
   void hear_pipes();
   // Wakes all peers on this host.
   void ring_host() const;

@@ -89,8 +89,8 @@ std::vector<Linked> Service::link_lines(const Token& mine, int rank, const Table
     line->links_[mine].insert_or_assign(q, std::move(link));
     others[line].push_back({table[q].token, uint64_t(q)});
   }
-  for (auto& [line, recipients] : others)
-    line->send(recipients, rank, Ctl::Link, Blob::copy(&mine, sizeof mine));
+  const Blob token = Blob::copy(&mine, sizeof mine);
+  for (auto& [line, recipients] : others) line->send(recipients, rank, Ctl::Link, token);
   if (*dials >= 0) calls_.insert(key_of(table[*dials], table[rank]));
   missing->swap(left);
   return linked;

@@ -13,8 +13,8 @@ namespace {
 // A peer with more unread bytes counts as gone.
 constexpr size_t kMostUnsent = size_t(64) << 20;
 constexpr size_t kCopied = 4096;  // bodies up to this size are copied behind their header
-// Of one system call. The kernel keeps small frames that are sent one by one in buffers of their own, and a
-// few hundred fill a socket.
+// The most parts of one system call. The kernel keeps what one call sends in a buffer of its own, and a few
+// hundred buffers fill a socket, however small they are.
 constexpr size_t kMostParts = 64;
 
 socklen_t unix_address(const Token& name, sockaddr_un* un) {

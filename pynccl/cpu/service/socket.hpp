@@ -26,8 +26,8 @@ class Socket {
   bool flush();                              // sends as much as fits; false: the peer has gone
   bool all_sent();
   size_t unsent();  // bytes
-  // Waits until the kernel has accepted everything that was sent before, or the peer has gone. A part that it
-  // accepts moves the deadline by `patience` from then. Returns the deadline.
+  // Waits until the kernel has accepted everything that was sent before, or the peer has gone. Whenever the
+  // kernel accepts a part, at least `patience` is left from then on. Returns the new deadline.
   Deadline drain(Deadline deadline, std::chrono::milliseconds patience = {});
 
   // Adds the socket to `epoll` for `events`, and for output while frames are unsent. `key`: by default the

@@ -452,7 +452,8 @@ void Session::send(const std::vector<int>& to, Ctl kind, const void* body, size_
         others.push_back(q);
     }
   }
-  for (auto& [line, recipients] : there) line->send(recipients, rank, kind, Blob::copy(body, bytes));
+  const Blob blob = Blob::copy(body, bytes);
+  for (auto& [line, recipients] : there) line->send(recipients, rank, kind, blob);
   for (int q : others) send(q, kind, body, bytes);
 }
 
@@ -494,7 +495,7 @@ void Session::disconnect() noexcept {
     waiting_.clear();
     for (auto& p : peers_) p->linked = false;
   }
-  // The others must receive the reason of the end before this process ends. Busy ones read it slowly.
+  // The others must receive the reason of the end before this process ends. Busy ranks read it slowly.
   const std::chrono::milliseconds patience(2000 + 8 * std::min(nranks, 1024));
   Deadline deadline = Clock::now() + patience;
   LinePtr drained;

@@ -19,7 +19,7 @@ struct Span {
   size_t size;
 };
 
-// What has happened to some of a rank's pipes, so that it need not ask each of them.
+// Whether any of a rank's pipes has moved bytes, or has a fault: the rank need not ask each of them.
 struct PipeNews {
   bool moved = false, fault = false;
 };
