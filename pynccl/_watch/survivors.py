@@ -239,6 +239,9 @@ class Survivors:
             if self.well and self.watch.verdict() is not None:
                 # A rank that knew of the failure before takes no part.
                 raise self.other_failure()
+            if self.kind == GROWING and state.decision is None:
+                # No rank grows after a failure, and a rank that comes later takes no part.
+                self.watch.raise_verdict()
             if state.view.excluded >> self.me & 1:
                 self._must_be_in(state.view)
             if state.decision is not None or agreement.may_go_on(state):

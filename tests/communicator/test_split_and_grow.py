@@ -501,6 +501,32 @@ def test_an_old_rank_dies_while_it_grows(victim: int, seconds: float) -> None:
         assert took < _PROOF / 2 + 2 * lacked, results
 
 
+def dies_before_all_grow(rank: int, nranks: int, folder: str) -> Outcome | None:
+    """Rank 2 is killed in a grow to which rank 1 comes late."""
+    old = nranks - 1
+    if rank == old:
+        return outcome(lambda: Communicator.join(nranks, read_id(folder, "id"), rank, timeout=20))
+    comm = pynccl.init(rank=rank, world_size=old, timeout=20)
+    uid = shared_id(comm, folder, "id")
+    if rank == 1:
+        hear("others know")
+    elif rank == 2:
+        threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+    came = outcome(lambda: comm.grow(nranks, uid))
+    if rank == 0:
+        tell("others know")
+    return came
+
+
+def test_an_old_rank_dies_before_all_grow(tmp_path: Path) -> None:
+    """Nobody waits for the late rank, which could not grow either; all name the dead one."""
+    results = run(4, dies_before_all_grow, str(tmp_path), backend="cpu", check=False, timeout=60)
+    assert isinstance(results.pop(2), RankError)
+    for kind, ranks, text, took in results:
+        assert (kind, ranks) == ("RankFailedError", [2]), results
+        assert took < 10, text
+
+
 def misses_grow(rank: int, nranks: int, stays: bool, folder: str) -> Outcome | None:
     """Rank 1 does not call grow; the others stay, and grow again, or leave as soon as they know."""
     old = nranks - 1
