@@ -82,6 +82,89 @@ TEST_CASE("no descriptor for the root of an id") {
   run_job(2);
 }
 
+// One of ranks that all have hosts of their own.
+ncclComm_t on_its_host(int nranks, const ncclUniqueId& id, int rank) {
+  set("NCCL_HOSTID", std::to_string(rank).c_str());
+  ncclComm_t comm = nullptr;
+  OK(ncclCommInitRank(&comm, nranks, id, rank));
+  return comm;
+}
+
+ncclResult_t message(ncclComm_t comm, bool sends, int peer) {
+  static std::vector<float> x(1000, 1);
+  ncclResult_t r = sends ? ncclSend(x.data(), x.size(), ncclFloat32, peer, comm, nullptr)
+                         : ncclRecv(x.data(), x.size(), ncclFloat32, peer, comm, nullptr);
+  return r == ncclSuccess ? pyncclCpuStreamSynchronize(comm, nullptr, 20000) : r;
+}
+
+// The rendezvous has connections that its service ends later.
+int settled_descriptors() {
+  for (int before = 0, now = open_descriptors();; now = open_descriptors()) {
+    if (now == std::exchange(before, now)) return now;
+    pause_for(0.2);
+  }
+}
+
+TEST_CASE("a data connection is made when it is first needed") {
+  constexpr int kRanks = 4;
+  for (bool rises : {true, false}) {
+    const int from = rises ? 1 : 2, to = rises ? 2 : 1;
+    ncclUniqueId id = settled_id();
+    Gate gates[kRanks];
+    as_processes(kRanks, [&](int rank) {
+      auto meet = [&] {
+        for (Gate& gate : gates) gate.open(1);
+        for (int i = 0; i < kRanks; ++i) gates[rank].wait();
+      };
+      ncclComm_t comm = on_its_host(kRanks, id, rank);
+      const int before = settled_descriptors();
+      const bool takes_part = rank == from || rank == to;
+      for (int i = 0; i < 2 && takes_part; ++i)
+        OK(message(comm, rank == from, rank == from ? to : from));
+      meet();
+      CHECK_EQ(open_descriptors() - before, int(takes_part));
+      meet();
+      run_rank(comm, kRanks);
+    });
+  }
+}
+
+// It is made in a call. Neither rank waits for its time-out, nor takes the other for dead.
+TEST_CASE("no descriptor for a data connection") {
+  for (int poor : {0, 1}) {
+    for (int sender : {0, 1}) {
+      at_step("rank %d has none, rank %d sends", poor, sender);
+      ncclUniqueId id = settled_id();
+      Gate gate, other_has_ended;
+      as_processes(2, [&](int rank) {
+        ncclComm_t comm = on_its_host(2, id, rank);
+        let_service_rest();
+        if (rank == poor) {
+          int lowest = dup(0);
+          close(lowest);
+          limit_descriptors(rlim_t(lowest));
+          gate.open(1);
+        } else {
+          gate.wait();
+        }
+        double began = now();
+        ncclResult_t r = message(comm, rank == sender, 1 - rank);
+        RESULT(r, rank == poor ? ncclSystemError : ncclRemoteError);
+        CHECK(now() - began < 10);
+        std::string text = ncclGetLastError(comm);
+        SAYS(text, "cannot connect to rank " + std::to_string(1 - poor));
+        SAYS(text, "Too many open files");
+        // A message to a rank that has gone is dropped, and that is no error.
+        if (rank == poor)
+          other_has_ended.wait();
+        else
+          other_has_ended.open(1);
+        OK(ncclCommAbort(comm));
+      });
+    }
+  }
+}
+
 TEST_CASE("ranks as threads need no descriptors") {
   limit_descriptors(64);
   ncclUniqueId id = settled_id();

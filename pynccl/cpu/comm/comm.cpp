@@ -374,6 +374,7 @@ void Comm::frame(int from, const CtlHeader& header, const Blob& body) {
   if (header.kind == Ctl::Verdict) return per_process<Deadlocks>().cycle_found(*this, body);
   if (header.kind == Ctl::Exchange) return session.exchanged(from, header.tag, body);
   if (header.kind == Ctl::Put) return put_arrived(from, body);
+  if (header.kind == Ctl::Dial) return session.asked_to_dial(from, header.tag);
   if (lent(from, header, body)) return;
   std::lock_guard<std::mutex> lock(session.mutex);
   echoed_ = echoed_ || (header.kind == Ctl::Leaving && from == rank);

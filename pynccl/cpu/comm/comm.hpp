@@ -94,7 +94,7 @@ struct Comm final : Sink, Session::Owner, std::enable_shared_from_this<Comm> {
   ncclResult_t say(ErrorCode code, std::string_view text) const noexcept;  // sets the thread's last error
   Step fail_with(ErrorCode code, std::string_view text, bool tell = true) noexcept;
   // For an error that the call has returned to its caller already.
-  void give_up(ErrorCode code, std::string_view text, const LateRanks& late) noexcept;
+  void give_up(ErrorCode code, std::string_view text, const LateRanks& late) noexcept override;
   Step mismatch(const std::string& text);
   // The ranks of an exchange with this tag make different calls. The communicator fails, and no rank waits in
   // such an exchange any more, also after an earlier failure or a revocation.
@@ -199,7 +199,7 @@ struct Comm final : Sink, Session::Owner, std::enable_shared_from_this<Comm> {
   void died(int from) noexcept;
   void note_started(const Batch& batch);
   Step advance(Batch& batch);
-  void wake() noexcept;  // all threads that wait on this communicator
+  void wake() noexcept override;
   bool heard_long_ago() const { return Clock::now() - heard_at_.load() > std::chrono::seconds(1); }
   bool more_may_come();
   const KeptError& disagreement(uint64_t tag) const { return disagreements_[tag / kAfterFailure]; }

@@ -10,17 +10,18 @@ namespace {
 constexpr int kBell = -1;
 }
 
-std::unique_ptr<DataWatch> DataWatch::create() {
+std::unique_ptr<DataWatch> DataWatch::create(size_t sockets) {
   Fd epoll = Fd::made_by([] { return epoll_create1(EPOLL_CLOEXEC); });
   Fd bell = Fd::made_by([] { return eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK); });
   epoll_event event{EPOLLIN, {.fd = kBell}};
   if (!epoll || !bell || epoll_ctl(epoll.get(), EPOLL_CTL_ADD, bell.get(), &event) < 0) return nullptr;
-  return std::make_unique<DataWatch>(std::make_shared<Socket>(std::move(epoll)), std::move(bell));
+  return std::make_unique<DataWatch>(std::make_shared<Socket>(std::move(epoll)), std::move(bell), sockets);
 }
 
-void DataWatch::add(SocketPtr socket) {
-  sockets_.push_back(socket);
-  socket->watch_edges(epoll_->fd(), int(sockets_.size()) - 1);
+// Other threads look meanwhile: they read the socket after its first event.
+void DataWatch::add(SocketPtr socket, size_t number) {
+  sockets_[number] = socket;
+  socket->watch_edges(epoll_->fd(), int(number));
 }
 
 bool DataWatch::look() {

@@ -11,11 +11,12 @@ namespace pncpu {
 
 class DataWatch {
  public:
-  DataWatch(SocketPtr epoll, Fd bell) : epoll_(std::move(epoll)), bell_(std::move(bell)) {}
+  DataWatch(SocketPtr epoll, Fd bell, size_t sockets)
+      : epoll_(std::move(epoll)), bell_(std::move(bell)), sockets_(sockets) {}
   // nullptr with errno set if there is no descriptor.
-  static std::unique_ptr<DataWatch> create();
+  static std::unique_ptr<DataWatch> create(size_t sockets);
 
-  void add(SocketPtr socket);
+  void add(SocketPtr socket, size_t number);
   void start(SinkPtr sink) { watch_data(epoll_, std::move(sink)); }
   void stop() { unwatch(epoll_); }
 

@@ -149,7 +149,8 @@ enum class Ctl : uint32_t {
   Line,     // the answer to HelloKind::Line
   Link,     // a rank has linked itself with the other; the tag is that one's number, the body its own token
   Rest,     // nobody here uses the line (line.hpp); the tag is the number of the question
-  Several   // one frame for several ranks of the process (line.hpp)
+  Several,  // one frame for several ranks of the process (line.hpp)
+  Dial      // connect to this rank, or accept its connection, for data of the channel that is the tag
 };
 // In the tags of exchanges of calls that go on after a failure.
 constexpr uint64_t kAfterFailure = uint64_t(1) << 63;

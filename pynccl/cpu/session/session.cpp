@@ -24,6 +24,7 @@ constexpr auto kRetry = std::chrono::milliseconds(20);
 constexpr int kMostCalls = 3;
 constexpr char kConnecting[] = "cannot connect to", kSharing[] = "cannot share memory with",
                kGettingSegment[] = "cannot get the shared memory of";
+constexpr auto kAcceptance = std::chrono::seconds(1);  // how soon a data connection is accepted
 constexpr auto kSearch = std::chrono::seconds(1);  // how often an exchange looks for a deadlock
 
 // Settings that must be equal on all ranks. A byte for each rank follows: this rank can access its memory.
@@ -120,8 +121,8 @@ void Session::refuse(const Id& id) {
 
 void Session::stop() {
   stop_.set();
-  std::lock_guard<std::mutex> lock(mutex);
-  changed.notify_all();
+  notify();
+  if (DataLinks* links = data_links()) links->stop();
 }
 
 void Session::stop_creation() {
@@ -228,10 +229,14 @@ ncclResult_t Session::check_devices() {
   return ncclSuccess;
 }
 
+std::string Session::unreachable(int q, const char* doing, const std::string& why) {
+  return doing + (" rank " + std::to_string(q)) + " (" + peer(q).str() + ", " +
+         peer(q).info.endpoint.address().str() + "): " + why;
+}
+
 ncclResult_t Session::link_failed(int q, const char* doing, const std::string& why, int error) {
-  return fail(out_of_descriptors(error) ? ncclSystemError : ncclRemoteError,
-              "rank %d of %d %s rank %d (%s, %s): %s", rank, nranks, doing, q, peer(q).str().c_str(),
-              peer(q).info.endpoint.address().str().c_str(), why.c_str());
+  return fail(out_of_descriptors(error) ? ncclSystemError : ncclRemoteError, "rank %d of %d %s", rank, nranks,
+              unreachable(q, doing, why).c_str());
 }
 
 // ---- links ----
@@ -239,17 +244,12 @@ ncclResult_t Session::link_failed(int q, const char* doing, const std::string& w
 // Checks the limit before it opens the first connection: a rank that runs out of descriptors later would look
 // dead.
 ncclResult_t Session::check_descriptors() {
-  size_t lines = count_missing_lines(rank, table_), data = 0;
+  size_t lines = count_missing_lines(rank, table_);
   bool passes = false;  // the segment, over a connection of its own
-  for (int q = 0; q < nranks; ++q) {
-    if (q == rank || peer(q).same_process) continue;
-    if (peer(q).local >= 0)
-      passes = true;
-    else
-      data += 2;
-  }
+  for (int q = 0; q < nranks; ++q)
+    passes = passes || (q != rank && !peer(q).same_process && peer(q).local >= 0);
   // The segment; the two of the DataWatch.
-  size_t needed = 1 + 2 * size_t(hosts_ > 1) + lines + data + passes;
+  size_t needed = 1 + 2 * size_t(hosts_ > 1) + lines + passes;
   if (needed < 16) return ncclSuccess;  // counting costs more
   Descriptors d = count_descriptors();
   if (d.open + needed <= d.limit) return ncclSuccess;
@@ -316,11 +316,7 @@ ncclResult_t Session::open_links() {
     p.linked = true;
   }
   if (ncclResult_t r = check_descriptors(); r != ncclSuccess) return r;
-  if (ncclResult_t r = open_lines(); r != ncclSuccess) return r;
-  for (int q = 0; q < nranks; ++q)
-    if (q != rank && !peer(q).same_process && peer(q).local < 0)
-      if (ncclResult_t r = open_data_links(q); r != ncclSuccess) return r;
-  return ncclSuccess;
+  return open_lines();
 }
 
 ncclResult_t Session::open_lines() {
@@ -379,26 +375,73 @@ ncclResult_t Session::check_alive(int q) {
   return errno == ECONNREFUSED ? link_failed(q, kConnecting, why, ECONNREFUSED) : ncclSuccess;
 }
 
-// Of a pair the higher rank connects.
-ncclResult_t Session::open_data_links(int q) {
-  Peer& p = peer(q);
-  for (HelloKind kind : {HelloKind::CollData, HelloKind::P2pData}) {
-    SocketPtr socket;
-    if (q > rank) {
-      if (ncclResult_t r = await_arrival(kind, q, kConnecting, &socket); r != ncclSuccess) return r;
-    } else {
-      std::string why;
-      socket = connect_peer(p.info, false, kind, rank, deadline_, stop_, &why);
-      int error = errno;
-      if (!socket && has_bad_news(self.token)) return told_before(q, kConnecting);
-      if (!socket) return link_failed(q, kConnecting, why, error);
-    }
-    p.link.pipe[kind == HelloKind::CollData ? kColl : kP2p] = tcp_pipe(socket);
-  }
-  return ncclSuccess;
+// ---- data connections ----
+
+DataLinks* Session::data_links() {
+  std::lock_guard<std::mutex> lock(mutex);
+  return links_.get();
 }
 
+SocketPtr Session::dial(int to, Channel channel, Stop& stop, std::string* why) {
+  const HelloKind kind = channel == kColl ? HelloKind::CollData : HelloKind::P2pData;
+  const Deadline deadline = after_seconds(seconds);
+  for (int attempt = 1;; ++attempt) {
+    SocketPtr socket = connect_peer(peer(to).info, false, kind, rank, deadline, stop, why);
+    if (!socket) return nullptr;
+    Stop::During waiting(stop, [socket] { shutdown(socket->fd(), SHUT_RDWR); });
+    if (await_acceptance(to, channel, *socket, deadline)) return socket;
+    const int error = errno;
+    *why = describe_error(error);
+    if (attempt == kMostCalls || error == ETIMEDOUT || stop.is_set()) return errno = error, nullptr;
+    std::this_thread::sleep_for(attempt * kRetry);
+  }
+}
+
+// The other process accepts nothing if it lacks descriptors; when it hears that this rank waits, it says so.
+bool Session::await_acceptance(int to, Channel channel, const Socket& socket, Deadline deadline) {
+  for (char accepted;;) {
+    Deadline soon = std::min<Deadline>(deadline, Clock::now() + kAcceptance);
+    if (recv_all(socket.fd(), &accepted, sizeof accepted, soon)) return true;
+    if (errno != ETIMEDOUT || soon == deadline) return false;
+    send(to, Ctl::Dial, nullptr, 0, channel);
+  }
+}
+
+void Session::ask_to_dial(int to, Channel channel) { send(to, Ctl::Dial, nullptr, 0, channel); }
+
+void Session::asked_to_dial(int from, uint64_t channel) {
+  DataLinks* links = data_links();
+  if (!links || channel >= kChannels || peer(from).local >= 0) return;
+  if (from < rank) return links->asked(from, Channel(channel));
+  if (starved()) cannot_connect(from, describe_error(EMFILE), EMFILE);
+}
+
+bool Session::is_gone(int q) { return peer(q).gone.load(); }
+
+void Session::cannot_connect(int q, const std::string& why, int error) {
+  const bool lacks = out_of_descriptors(error) || error == EAGAIN;
+  if (!lacks) {
+    // The news of the other rank's end, or of a failure, may come after the end of the connection.
+    std::unique_lock<std::mutex> lock(mutex);
+    const bool explained = changed.wait_until(lock, after_ms(1000), [&] {
+      return peer(q).gone || peer(q).left || owner_.error() != ncclSuccess || stopped();
+    });
+    if (explained) return;
+  }
+  owner_.give_up(lacks ? ncclSystemError : ncclRemoteError, unreachable(q, kConnecting, why), {});
+}
+
+void Session::connected() { owner_.wake(); }
+
+SinkPtr Session::keep_alive() { return owner_.sink(); }
+
 void Session::arrived(const Hello& hello, SocketPtr socket) {
+  if (hello.kind == HelloKind::CollData || hello.kind == HelloKind::P2pData) {
+    DataLinks* links = data_links();
+    if (links && hello.rank > rank && hello.rank < nranks && peer(hello.rank).local < 0)
+      links->arrived(hello.rank, hello.kind == HelloKind::CollData ? kColl : kP2p, std::move(socket));
+    return;
+  }
   std::lock_guard<std::mutex> lock(mutex);
   auto key = std::make_pair(int(hello.kind), hello.rank);
   if (all_arrived_ || hello.rank < 0 || hello.rank >= kMostRanks || waiting_.count(key)) return;
@@ -509,7 +552,7 @@ void Session::disconnect() noexcept {
     deadline = line->drain(deadline, patience);
     drained = std::move(line);
   }
-  if (data_) data_->stop();
+  if (links_) links_->stop(), links_->watch().stop();
   for (auto& p : peers_)
     for (auto& pipe : p->link.pipe)
       if (pipe) pipe->close();
@@ -532,6 +575,7 @@ void Session::drop_connections() {
     for (auto& pipe : p.link.pipe)
       if (SocketPtr socket = pipe ? pipe->socket() : nullptr) shutdown(socket->fd(), SHUT_RDWR);
   }
+  if (links_) links_->drop();
   // Shared memory would still work until the service notices the ends.
   std::unique_lock<std::mutex> lock(mutex);
   changed.wait_until(lock, after_ms(1000), [&] { return nranks == 1 || owner_.error() != ncclSuccess; });
@@ -639,15 +683,23 @@ ncclResult_t Session::take_segment(int first) {
   }
 }
 
+ncclResult_t Session::create_data_links() {
+  if (links_) return ncclSuccess;
+  std::unique_ptr<DataLinks> links = DataLinks::create(*this, rank, nranks);
+  if (!links) return fail_at(rank, nranks, ncclSystemError, "%s", describe_error(errno).c_str());
+  std::lock_guard<std::mutex> lock(mutex);
+  links_ = std::move(links);
+  return ncclSuccess;
+}
+
 ncclResult_t Session::attach_pipes() {
   for (int q = 0; q < nranks; ++q) {
     Peer& p = peer(q);
     if (q == rank) continue;
     p.link.name = p.str();
     if (p.local < 0) {
-      if (!data_ && !(data_ = DataWatch::create()))
-        return fail_at(rank, nranks, ncclSystemError, "%s", describe_error(errno).c_str());
-      for (auto& pipe : p.link.pipe) data_->add(pipe->socket());
+      if (ncclResult_t r = create_data_links(); r != ncclSuccess) return r;
+      for (Channel channel : {kColl, kP2p}) p.link.pipe[channel] = links_->pipe(q, channel);
       continue;
     }
     segment_->attach(local_, p.local, &p.link);
@@ -657,7 +709,7 @@ ncclResult_t Session::attach_pipes() {
     else if (direct_allowed_ && p.vouched)
       p.link.memory = process_memory({i.pid, i.nonce_addr, {i.nonce[0], i.nonce[1]}});
   }
-  if (data_) data_->start(owner_.sink());
+  if (links_) links_->watch().start(owner_.sink());
   return ncclSuccess;
 }
 

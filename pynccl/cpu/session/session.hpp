@@ -8,9 +8,9 @@
 #include <string>
 #include <vector>
 
-#include "service/data_watch.hpp"
 #include "service/join.hpp"
 #include "service/state.hpp"
+#include "session/data_links.hpp"
 #include "streams/waiting.hpp"
 #include "transport/segment.hpp"
 
@@ -47,7 +47,7 @@ void limit_creations(double seconds);
 // How long they may take.
 double creation_limit();
 
-class Session {
+class Session : private DataLinks::Owner {
  public:
   // A session's view of its communicator.
   class Owner {
@@ -66,6 +66,9 @@ class Session {
     virtual void meets(const void* exchange, const std::map<int, uint64_t>& missing, const std::string& doing,
                        double seconds) = 0;
     virtual void met(const void* exchange) = 0;
+    // For an error that no call returns.
+    virtual void give_up(ErrorCode code, std::string_view text, const LateRanks& late) noexcept = 0;
+    virtual void wake() noexcept = 0;  // all threads that wait
 
    protected:
     ~Owner() = default;
@@ -110,6 +113,7 @@ class Session {
   ncclResult_t lost_meanwhile(int q);  // fails: after an earlier failure this rank is gone, too
   bool awaits(int q);                  // an exchange has not heard of a rank
   void arrived(const Hello& hello, SocketPtr socket);
+  void asked_to_dial(int from, uint64_t channel);
   void has_news();  // for the creation: look again
   void exchanged(int from, uint64_t tag, const Blob& body);
   // Sends a frame to this rank itself. It arrives after every frame that was sent before between ranks of
@@ -136,12 +140,12 @@ class Session {
   int lsa_size() const { return lsa_size_; }
   // For a thread that waits for peers on other hosts: whether data have come. Before it sleeps,
   // wake_on_data() has the owner's sink called if some come.
-  bool data_came() { return data_ && data_->look(); }
+  bool data_came() { return links_ && links_->watch().look(); }
   void wake_on_data() const {
-    if (data_) data_->arm();
+    if (links_) links_->watch().arm();
   }
   // For a rank that has no peers on its host: the arrival of data, on which a thread can sleep.
-  DataWatch* data_alone() { return me_ ? nullptr : data_.get(); }
+  DataWatch* data_alone() { return me_ || !links_ ? nullptr : &links_->watch(); }
   const WaitPolicy& wait_policy(bool underway) const { return underway ? underway_policy_ : wait_policy_; }
 
   // Wakes threads that wait for peers, so that they check the communicator's error.
@@ -170,7 +174,15 @@ class Session {
   ncclResult_t call(int q, int attempt);
   ncclResult_t check_alive(int q);
   ncclResult_t await_news(uint64_t seen, int q, const char* doing);
-  ncclResult_t open_data_links(int q);
+  DataLinks* data_links();  // for other threads; nullptr: there are none yet
+  ncclResult_t create_data_links();
+  SocketPtr dial(int to, Channel channel, Stop& stop, std::string* why) override;
+  bool await_acceptance(int to, Channel channel, const Socket& socket, Deadline deadline);
+  void ask_to_dial(int to, Channel channel) override;
+  bool is_gone(int q) override;
+  void cannot_connect(int q, const std::string& why, int error) override;
+  void connected() override;
+  SinkPtr keep_alive() override;
   ncclResult_t await_arrival(HelloKind kind, int from, const char* doing, SocketPtr* socket);
   ncclResult_t told_before(int q, const char* doing);
   uint64_t seen_news();
@@ -186,6 +198,7 @@ class Session {
                  const std::function<bool()>& done);
   ncclResult_t hear(const Tags& tags, const std::vector<int>& ranks, const Blob& mine, std::vector<Blob>* all,
                     const char* what, Deadline deadline, double limit, LateRanks* late = nullptr);
+  std::string unreachable(int q, const char* doing, const std::string& why);
   ncclResult_t link_failed(int peer, const char* doing, const std::string& why, int error);
   ncclResult_t cut_off(int peer, const char* what, const std::string& why, uint64_t tag = 0);
   void choose_wait_policy();
@@ -201,7 +214,7 @@ class Session {
   std::vector<std::unique_ptr<Peer>> peers_;  // once the table is known
   std::shared_ptr<Segment> segment_;          // shared by all ranks of this process
   bool offers_segment_ = false;
-  std::unique_ptr<DataWatch> data_;  // if there are ranks on other hosts
+  std::unique_ptr<DataLinks> links_;  // if there are ranks on other hosts
   Cell* me_ = nullptr;
   int local_ = 0, local_count_ = 1, hosts_ = 1, lsa_size_ = 1;
   WaitPolicy wait_policy_, underway_policy_;  // before a peer has started the operation; afterwards

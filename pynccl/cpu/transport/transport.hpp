@@ -161,6 +161,15 @@ struct Link {
   bool copy(void* to, const void* from, size_t bytes) const;
 };
 
+// Gives a pipe its socket once the two ranks are connected.
+class SocketSource {
+ public:
+  virtual ~SocketSource() = default;
+  // nullptr: there is no socket yet, or, with *never set, there will be none. `wanted`: to send.
+  virtual std::shared_ptr<Socket> open(bool wanted, bool* never) = 0;
+  virtual bool may_open() = 0;  // even if the peer has ended
+};
+std::unique_ptr<Pipe> tcp_pipe(std::unique_ptr<SocketSource> source);
 std::unique_ptr<Pipe> tcp_pipe(std::shared_ptr<Socket> socket);
 
 // One direction of a ring in shared memory. Each side also keeps a private copy of its own index, since the
