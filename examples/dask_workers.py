@@ -1,6 +1,6 @@
 """The program of all_reduce.py on Dask workers, which meet through the scheduler's metadata.
 
-python examples/dask_workers.py -n 4          # on GPUs: dask_cuda's LocalCUDACluster
+PYNCCL_LIBRARY=cpu python examples/dask_workers.py -n 4          # on GPUs: dask_cuda's LocalCUDACluster
 """
 
 from __future__ import annotations

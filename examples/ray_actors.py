@@ -1,6 +1,6 @@
 """The program of all_reduce.py in Ray actors, which meet through an actor that holds a dictionary.
 
-python examples/ray_actors.py -n 4            # on GPUs: --gpus
+PYNCCL_LIBRARY=cpu python examples/ray_actors.py -n 4            # on GPUs: --gpus
 """
 
 from __future__ import annotations
