@@ -254,9 +254,9 @@ def document(
     header = ["target", "ranks", "needed", "reached", "verdict"]
     lines += [table(header, [target.line() for target in targets(rows, opened)]), ""]
     lines += [
-        "Two ranks of different hosts have two data connections for each communicator, made with it: "
-        "unread data of one communicator never holds up another, and a rank that lacks descriptors says so "
-        "when it creates the communicator. Communicators share the control connections.",
+        "Each process has one connection to every other process, for all communicators: its end tells of "
+        "a death at once. Data connections are made when they are first needed, for each communicator: "
+        "unread data of one never holds up another.",
         *share_of_checks(rows),
     ]
     lines += ["", f"## Model: {TARGET:,} ranks", ""]
