@@ -2,6 +2,8 @@
 // ranks.
 #include <sys/resource.h>
 
+#include <utility>
+
 #include "job.hpp"
 #include "service/wire.hpp"
 
