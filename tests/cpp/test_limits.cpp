@@ -120,6 +120,7 @@ TEST_CASE("a data connection is made when it is first needed") {
       };
       ncclComm_t comm = on_its_host(kRanks, id, rank);
       const int before = settled_descriptors();
+      meet();
       const bool takes_part = rank == from || rank == to;
       for (int i = 0; i < 2 && takes_part; ++i)
         OK(message(comm, rank == from, rank == from ? to : from));
