@@ -122,8 +122,7 @@ TEST_CASE("a data connection is made when it is first needed") {
       const int before = settled_descriptors();
       meet();
       const bool takes_part = rank == from || rank == to;
-      for (int i = 0; i < 2 && takes_part; ++i)
-        OK(message(comm, rank == from, rank == from ? to : from));
+      for (int i = 0; i < 2 && takes_part; ++i) OK(message(comm, rank == from, rank == from ? to : from));
       meet();
       CHECK_EQ(open_descriptors() - before, int(takes_part));
       meet();

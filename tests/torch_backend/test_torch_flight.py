@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import resource
@@ -438,6 +439,42 @@ def test_the_death_of_a_peer() -> None:
 def test_messages_of_many_ranks() -> None:
     first, *_ = on_ranks(3, one_after_another, [from_many, beside_the_death_of_a_peer], check=False)
     assert first is None, first
+
+
+def connections_to(port: int) -> int:
+    """Return how many connections of this process lead to a port."""
+    sockets = set()
+    for name in ("tcp", "tcp6"):
+        for line in Path("/proc/self/net", name).read_text().splitlines()[1:]:
+            fields = line.split()
+            if int(fields[2].rpartition(":")[2], 16) == port:
+                sockets.add(f"socket:[{fields[9]}]")
+    found = 0
+    for fd in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            found += os.readlink(fd) in sockets
+    return found
+
+
+def in_many_groups(rank: int, size: int, port: int) -> None:
+    start(rank, size, port)
+    for group in [None, *(dist.new_group() for _ in range(3))]:
+        wait(*reduced(torch.ones(3)))
+        others = [peer for peer in range(size) if peer != rank]
+        got = [torch.zeros(3) for _ in others]
+        ops = [dist.P2POp(dist.isend, torch.full((3,), float(rank)), peer, group) for peer in others]
+        ops += [dist.P2POp(dist.irecv, x, peer, group) for x, peer in zip(got, others, strict=True)]
+        wait(*dist.batch_isend_irecv(ops))
+        assert [int(x[0]) for x in got] == others
+    together(size)
+    # That of torch.distributed, one to wait on and one for short requests.
+    assert connections_to(port) <= 3
+    dist.destroy_process_group()
+
+
+def test_connections_to_the_store() -> None:
+    """For each, torch's server asks for the name of its address, which may take seconds."""
+    on_ranks(4, in_many_groups)
 
 
 # ---- groups ----

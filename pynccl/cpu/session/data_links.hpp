@@ -1,5 +1,5 @@
-// The data connections of a rank to ranks on other hosts, one for each channel. Each is made when the first of
-// the two sends over it. The higher rank connects; the lower one asks for that (Ctl::Connect).
+// The data connections of a rank to ranks on other hosts, one for each channel. Each is made when the first
+// of the two sends over it. The higher rank connects; the lower one asks for that (Ctl::Connect).
 #pragma once
 
 #include <array>

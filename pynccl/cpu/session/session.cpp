@@ -25,7 +25,7 @@ constexpr int kMostCalls = 3;
 constexpr char kConnecting[] = "cannot connect to", kSharing[] = "cannot share memory with",
                kGettingSegment[] = "cannot get the shared memory of";
 constexpr auto kAcceptance = std::chrono::seconds(1);  // how soon a data connection is accepted
-constexpr auto kSearch = std::chrono::seconds(1);  // how often an exchange looks for a deadlock
+constexpr auto kSearch = std::chrono::seconds(1);      // how often an exchange looks for a deadlock
 
 // Settings that must be equal on all ranks. A byte for each rank follows: this rank can access its memory.
 struct Settings {

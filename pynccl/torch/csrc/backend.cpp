@@ -77,12 +77,12 @@ std::optional<ncclUniqueId> exchange_id(const Api& api, const Attempt& attempt, 
 std::string presence(const std::string& key, int rank) { return c10::str(key, "/comes/", rank); }
 
 // Which other ranks have not begun to connect, for the end of a message.
-std::string absent(const intrusive_ptr<c10d::Store>& shared, const std::string& key, int rank, int size) {
+std::string absent(const Stores& stores, const std::string& key, int rank, int size) {
   std::string ranks;
   try {
-    OwnStore store(shared);
+    const StorePtr own = stores.common();
     for (int r = 0; r < size; ++r)
-      if (r != rank && !store->check({presence(key, r)}))
+      if (r != rank && !(*own)->check({presence(key, r)}))
         ranks += (ranks.empty() ? "" : ", ") + std::to_string(r);
   } catch (const std::exception&) {
     return "; the store cannot be reached, so rank 0 may have died";
@@ -215,15 +215,17 @@ LanePtr Backend::open(c10::Device device, int peer) {
 }
 
 std::shared_ptr<Attempt> Backend::connect(const Lane& lane) {
-  return Attempt::begin(lane.api, [api = lane.api, device = lane.device, key = lane.key, tried = lane.tried,
-                                   rank = lane.rank, size = lane.size, shared = store_](Attempt& attempt) {
-    OwnStore store(shared);
-    store->set(presence(key, rank), std::vector<uint8_t>{1});
-    auto id = exchange_id(*api, attempt, store, key, rank == 0, *tried);
-    c10::OptionalDeviceGuard guard;
-    if (!device.is_cpu()) guard.reset_device(device);
-    return id ? attempt.init(size, *id, rank) : nullptr;
-  });
+  return Attempt::begin(
+      lane.api, [api = lane.api, device = lane.device, key = lane.key, tried = lane.tried, rank = lane.rank,
+                 size = lane.size, stores = Stores(store_)](Attempt& attempt) {
+        const StorePtr own = stores.take();
+        const OwnStore& store = *own;
+        store->set(presence(key, rank), std::vector<uint8_t>{1});
+        auto id = exchange_id(*api, attempt, store, key, rank == 0, *tried);
+        c10::OptionalDeviceGuard guard;
+        if (!device.is_cpu()) guard.reset_device(device);
+        return id ? attempt.init(size, *id, rank) : nullptr;
+      });
 }
 
 LanePtr Backend::connected(c10::Device device, int peer, Milliseconds limit) {
@@ -238,9 +240,10 @@ LanePtr Backend::connected(c10::Device device, int peer, Milliseconds limit) {
     check_signals();
     // The attempt continues, and the next operation waits for it again.
     if (Clock::now() >= deadline)
-      C10_THROW_ERROR(DistBackendError, c10::str("pynccl: connecting rank ", rank_, " of ", size_, ", ",
-                                                 here(), ", took longer than ", limit.count(), "ms",
-                                                 peer < 0 ? absent(store_, lane->key, rank_, size_) : ""));
+      C10_THROW_ERROR(
+          DistBackendError,
+          c10::str("pynccl: connecting rank ", rank_, " of ", size_, ", ", here(), ", took longer than ",
+                   limit.count(), "ms", peer < 0 ? absent(Stores(store_), lane->key, rank_, size_) : ""));
   }
   lock.lock();
   if (lane->attempt == attempt) {

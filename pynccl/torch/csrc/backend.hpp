@@ -308,7 +308,6 @@ class Backend : public c10d::Backend {
   std::vector<int> split_ranks_;
   std::map<std::vector<int>, uint64_t> split_counts_;
   std::atomic<uint64_t> splits_{0};
-  std::shared_ptr<OwnStore> meeting_store_;
 #ifdef PYNCCL_HAS_RECONFIGURE
   mutable std::mutex served_mutex_;
   mutable Served served_;

@@ -1,4 +1,4 @@
-// A communicator and its end, the store for its ranks, and the attempt to connect them.
+// A communicator and its end, and the attempt to connect its ranks.
 #pragma once
 
 #include <sys/syscall.h>
@@ -9,10 +9,10 @@
 #include <functional>
 #include <mutex>
 #include <thread>
-#include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "api.hpp"
 #include "fork.hpp"
+#include "stores.hpp"
 
 namespace pynccl {
 
@@ -111,60 +111,6 @@ class Comm {
 };
 
 using CommPtr = std::shared_ptr<Comm>;
-
-// A separate connection to the group's store: a wait on a shared connection would block its other users.
-class OwnStore {
- public:
-  explicit OwnStore(const intrusive_ptr<c10d::Store>& shared) : store_(shared) {
-    try {
-      if (auto own = clone(*shared, 0)) store_ = own, own_ = true;
-    } catch (const std::exception&) {  // a store written in Python may not implement it
-    }
-  }
-  c10d::Store* operator->() const { return store_.get(); }
-  c10d::Store& operator*() const { return *store_; }
-
-  // Waits until the key exists or `stopped`. torch logs every slice that times out.
-  bool await(const std::string& key, Milliseconds slice, const std::function<bool()>& stopped) const {
-    for (auto pause = std::chrono::microseconds(50); !stopped(); pause *= 2) {
-      if (own_) {
-        try {
-          store_->wait({key}, slice);
-          return !stopped();
-        } catch (const std::exception&) {
-          // A time-out has no type of its own. If the store is gone, check() below throws again.
-        }
-      }
-      if (store_->check({key})) return !stopped();
-      pause = std::min<std::chrono::microseconds>(pause, Milliseconds(10));
-      if (!own_) std::this_thread::sleep_for(pause);
-    }
-    return false;
-  }
-
-  // Ends a wait of this process for a key, in the background.
-  static void wake(const intrusive_ptr<c10d::Store>& shared, const std::string& key) {
-    std::thread([shared, key] {
-      try {
-        OwnStore(shared)->set(key, std::vector<uint8_t>());
-      } catch (...) {  // the store is gone, and with it the waits
-      }
-    }).detach();
-  }
-
- private:
-  // Stores have it since torch 2.8.
-  template <class Store>
-  static auto clone(Store& store, int) -> decltype(store.clone()) {
-    return store.clone();
-  }
-  template <class Store>
-  static intrusive_ptr<c10d::Store> clone(Store&, long) {
-    return nullptr;
-  }
-  intrusive_ptr<c10d::Store> store_;
-  bool own_ = false;
-};
 
 // Connects a communicator in a separate thread. A caller whose wait times out leaves the attempt running and
 // may wait for it again.

@@ -59,7 +59,7 @@ std::vector<uint8_t> bytes(const std::string& text) { return {text.begin(), text
 
 // One meeting: what each rank calls, and one verdict for all.
 struct Backend::Meeting {
-  const OwnStore store;
+  const StorePtr own;
   const std::string key;
   const int size;
   const std::string name;
@@ -68,6 +68,7 @@ struct Backend::Meeting {
   // The verdict is this rank's, and its text names this rank.
   mutable bool names_this_rank = false;
 
+  c10d::Store& store() const { return **own; }
   std::string of(int rank) const { return c10::str(key, rank); }
   std::string failed(const std::string& why) const {
     return c10::str("pynccl: ", name, " on ", here, ": ", why);
@@ -75,20 +76,20 @@ struct Backend::Meeting {
 
   // The first rank that knows whether the call goes on decides for all, so that none makes it alone.
   void decide(const std::function<std::string()>& verdict, bool names = true) const {
-    if (store->add(key + "decided", 1) != 1) return;
+    if (store().add(key + "decided", 1) != 1) return;
     names_this_rank = names;
-    store->set(key + "verdict", bytes(verdict()));
+    store().set(key + "verdict", bytes(verdict()));
   }
-  bool decided() const { return store->check({key + "verdict"}); }
+  bool decided() const { return store().check({key + "verdict"}); }
   std::string verdict() const {
-    const auto told = store->get(key + "verdict");
+    const auto told = store().get(key + "verdict");
     return {told.begin(), told.end()};
   }
 
   // Returns how many ranks have come with this one.
   int64_t come(int rank, const std::vector<int>& ranks) const {
-    store->set(of(rank), bytes(Word{name, ranks}.written()));
-    const int64_t place = store->add(key + "come", 1);
+    store().set(of(rank), bytes(Word{name, ranks}.written()));
+    const int64_t place = store().add(key + "come", 1);
     if (place == size) decide([&] { return compared(); }, false);
     return place;
   }
@@ -96,19 +97,19 @@ struct Backend::Meeting {
     std::vector<std::string> keys;
     for (int r = 0; r < size; ++r) keys.push_back(of(r));
     std::vector<Word> words;
-    for (auto& written : store->multiGet(keys)) words.push_back(Word::read(written));
+    for (auto& written : store().multiGet(keys)) words.push_back(Word::read(written));
     return fit(words) ? kGo : differences(words);
   }
 
   std::vector<int> late() const {
     std::vector<int> found;
     for (int r = 0; r < size; ++r)
-      if (!store->check({of(r)})) found.push_back(r);
+      if (!store().check({of(r)})) found.push_back(r);
     return found;
   }
   void look_for_leavers() const {
     for (int r : late())
-      if (Leavers::has(*store, r))
+      if (Leavers::has(store(), r))
         return decide([&] {
           return failed(c10::str(
               "rank ", r, " has left the group: its program has ended, or it has destroyed the group"));
@@ -160,17 +161,17 @@ Backend::Meeting Backend::meeting(const std::string& name) {
   auto lock = entered();
   check_has_members();
   if (ended_.load()) C10_THROW_ERROR(DistBackendError, "pynccl: the process group was shut down or aborted");
-  // One for all meetings: a new connection to a TCPStore may take seconds.
-  if (!meeting_store_) {
+  const Stores stores(store_);
+  StorePtr store = stores.made_common();
+  if (!store) {
     // torch tries until the group's time-out to reach a store that has ended.
     if (const std::string server = ended_server(store_); !server.empty())
       C10_THROW_ERROR(DistBackendError,
                       c10::str("pynccl: ", name, " on ", here(), ": the store at ", server,
                                " is gone, in which the ranks meet: the process that served it has ended"));
-    meeting_store_ = std::make_shared<OwnStore>(store_);
+    store = stores.common();
   }
-  return {*meeting_store_,  c10::str("pynccl/meeting/", meetings_++, "/"), size_, name, here(),
-          options_->timeout};
+  return {store, c10::str("pynccl/meeting/", meetings_++, "/"), size_, name, here(), options_->timeout};
 }
 
 // After the operations in flight. A rank whose call is refused, also by `check`, tells the others why.

@@ -18,6 +18,9 @@ constexpr int kAnySource = -1;
 // On the store; torch counts its milliseconds in an int.
 constexpr Milliseconds kLongWait = std::chrono::hours(24);
 constexpr Milliseconds kLookForLeavers{500};
+// Between two looks whether the store's server listens. Each is a connection, for whose name torch's server
+// asks, while all others wait.
+constexpr std::chrono::seconds kLookAtServer{3};
 
 // How errors name this rank and others. `global` are the global ranks; empty: use the group's own.
 struct Names {
@@ -436,7 +439,7 @@ class Messages : public std::enable_shared_from_this<Messages> {
       if (listening_) awaited = next_sender();
     }
     for (auto& attempt : attempts) attempt->stop();
-    if (!awaited.empty()) OwnStore::wake(store_, awaited);
+    if (!awaited.empty()) Stores(store_).wake(awaited);
     for (auto& runner : runners()) runner->close(error, abort);
   }
 
@@ -498,7 +501,7 @@ class Messages : public std::enable_shared_from_this<Messages> {
     auto wording = names_.of_pair(sends ? rank_ : peer, sends ? peer : rank_);
     auto make = [api = api_, shared = store_, rank = rank_, peer, sends, key, wording,
                  watch = Watch(group_, names_, peer)](Attempt& attempt) mutable -> CommPtr {
-      auto own = reach(shared, attempt, watch);
+      const StorePtr own = reach(shared, attempt, watch);
       if (!own) return nullptr;
       const OwnStore& store = *own;
       ncclUniqueId id;
@@ -542,16 +545,18 @@ class Messages : public std::enable_shared_from_this<Messages> {
   }
 
   // Connects to the store in a thread of its own, since its server may end meanwhile.
-  static std::shared_ptr<const OwnStore> reach(const intrusive_ptr<c10d::Store>& shared,
-                                               const Attempt& attempt, Watch& watch) {
-    watch.check_server(shared);
-    auto made = std::make_shared<std::promise<std::shared_ptr<const OwnStore>>>();
-    std::thread([shared, made] { made->set_value(std::make_shared<const OwnStore>(shared)); }).detach();
+  static StorePtr reach(const intrusive_ptr<c10d::Store>& shared, const Attempt& attempt, Watch& watch) {
+    const Stores stores(shared);
+    if (StorePtr made = stores.made_common()) return made;
+    auto made = std::make_shared<std::promise<StorePtr>>();
+    std::thread([stores, made] { made->set_value(stores.common()); }).detach();
     auto own = made->get_future();
-    while (own.wait_for(kSlice) != std::future_status::ready) {
+    for (auto looked = Clock::now(); own.wait_for(kSlice) != std::future_status::ready;) {
       if (attempt.stopped()) return nullptr;
       watch.check();
+      if (Clock::now() - looked < kLookAtServer) continue;
       watch.check_server(shared);
+      looked = Clock::now();
     }
     return own.get();
   }
@@ -565,7 +570,8 @@ class Messages : public std::enable_shared_from_this<Messages> {
     listening_ = true;
     std::thread([self = shared_from_this()] {
       try {
-        OwnStore store(self->store_);
+        const StorePtr own = Stores(self->store_).another();
+        const OwnStore& store = *own;
         for (;;) {
           std::string key;
           {
@@ -590,10 +596,10 @@ class Messages : public std::enable_shared_from_this<Messages> {
   // A receive from any source fails when all other ranks have left or died, in whatever order. The inbox of
   // such a rank finds out whether a message is still to come.
   void look_for_leavers() {
-    OwnStore store(store_);
+    const StorePtr store = Stores(store_).common();
     for (int rank = 0; rank < names_.size; ++rank) {
       if (rank == rank_) continue;
-      while (!mail_->wanted(kAnySource) || !is_gone(*store, rank)) {
+      while (!mail_->wanted(kAnySource) || !is_gone(**store, rank)) {
         if (closed()) return;
         std::this_thread::sleep_for(kLookForLeavers);
       }

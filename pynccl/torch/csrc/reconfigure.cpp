@@ -91,7 +91,7 @@ void Backend::renew(const Joined& joined) {
   named_.ranks.clear();
   here_ = nullptr;
   sequence_ = monitored_ = meetings_ = 0;
-  meeting_store_ = nullptr, split_store_ = nullptr, split_ranks_.clear(), split_counts_.clear();
+  split_store_ = nullptr, split_ranks_.clear(), split_counts_.clear();
   ++groups_;
   released_.store(false);
   ended_.store(false);
