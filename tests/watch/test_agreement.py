@@ -275,6 +275,7 @@ HUGE: list[dict[str, Any]] = [
     {"size": 4, "deaths": 2},
     {"size": 4, "deaths": 3, "proven": True},
     {"size": 4, "cuts": 1, "quorum": True, "newest": True},
+    {"size": 4, "deaths": 1, "proven": "late", "quorum": True, "newest": True},
 ]
 
 
