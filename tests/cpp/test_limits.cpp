@@ -140,7 +140,7 @@ TEST_CASE("no descriptor for a data connection") {
       Gate gate, other_has_ended;
       as_processes(2, [&](int rank) {
         ncclComm_t comm = on_its_host(2, id, rank);
-        let_service_rest();
+        settled_descriptors();
         if (rank == poor) {
           int lowest = dup(0);
           close(lowest);
