@@ -72,12 +72,13 @@ void DataLinks::arrived(int from, Channel channel, SocketPtr socket) {
     Slot& slot = slots_[number(from, channel)];
     const State state = slot.state.load();
     if (state == State::Taken || state == State::Never || stop_.is_set()) return;
-    slot.socket = socket;
     slot.state.store(State::Made, std::memory_order_release);
+    // The other rank sends nothing before this: what it has sent is then not lost when it ends. This rank sends
+    // nothing before it either, since open() waits for the lock.
+    const char accepted = 1;
+    send(socket->fd(), &accepted, sizeof accepted, MSG_DONTWAIT | MSG_NOSIGNAL);
+    slot.socket = std::move(socket);
   }
-  // The other rank sends nothing before this: what it has sent is then not lost when it ends.
-  const char taken = 1;
-  send(socket->fd(), &taken, sizeof taken, MSG_DONTWAIT | MSG_NOSIGNAL);
   owner_.connected();
 }
 
