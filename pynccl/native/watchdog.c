@@ -44,10 +44,13 @@ static int pynccl_find_dead(pynccl_watch* w) {
   return found;
 }
 
-// A rank that has ended without closing its communicator explains the library's error.
+// A rank that has ended without closing its communicator explains the library's error. The CPU library tells
+// whether such a rank was awaited: one that was not may have ended long before.
 static void pynccl_conclude_library(pynccl_watch* w) {
-  int ended = pynccl_find_dead(w);
-  for (int r = 0; r < w->size; ++r) ended |= w->peers[r].departure == PYNCCL_ENDS;
+  int mismatch = pyncclCpuNoMismatch, function = 0, ended = pynccl_find_dead(w);
+  const int awaits =
+      !w->handle || pyncclCpuGetErrorKind(w->handle, &mismatch) || mismatch == pyncclCpuRankLeft;
+  for (int r = 0; r < w->size && awaits; ++r) ended |= w->peers[r].departure == PYNCCL_ENDS;
   if (ended) {
     pynccl_conclude_failed(w);
     return;
@@ -56,8 +59,6 @@ static void pynccl_conclude_library(pynccl_watch* w) {
   w->verdict.result = w->library_error;
   w->verdict.text[0] = 0;
   pynccl_say(w->verdict.text, sizeof w->verdict.text, "%s", text ? text : "");
-  int mismatch = pyncclCpuNoMismatch, function = 0;
-  if (w->handle) pyncclCpuGetErrorKind(w->handle, &mismatch);
   if (w->handle && pyncclCpuGetErrorPrefix(w->handle, &function, &w->verdict.place)) w->verdict.place = 0;
   if (w->handle && pyncclCpuIsErrorReported(w->handle, &w->verdict.relayed)) w->verdict.relayed = 0;
   pynccl_publish(w, mismatch != pyncclCpuNoMismatch ? PYNCCL_MISMATCHED : PYNCCL_LIBRARY_FAILED);

@@ -1,14 +1,24 @@
 // Who is in a communicator and how they are reached, where ranks are threads of several processes: links
 // within a process, over Unix sockets and over TCP in one communicator.
 #include <signal.h>
+#include <sys/socket.h>
 
 #include <algorithm>
+#include <atomic>
 #include <thread>
 
 #include "base/nccl.hpp"
 #include "helpers.hpp"
 
 using namespace testing;
+
+static std::atomic<bool> accepts_slowly{false};
+
+// The library's own: a byte says that a data connection is accepted.
+extern "C" ssize_t send(int fd, const void* data, size_t bytes, int flags) {
+  if (bytes == 1 && accepts_slowly) usleep(3000);
+  return sendto(fd, data, bytes, flags, nullptr, 0);
+}
 
 namespace {
 
@@ -111,6 +121,13 @@ TEST_CASE("through shared memory") {
 TEST_CASE("over tcp") {
   set("HOST_OF_EACH", "host");
   for (bool take_turns : {false, true}) spread(take_turns, everything);
+}
+// Nothing is sent over a connection before it is accepted.
+TEST_CASE("over tcp, whose connections are accepted slowly") {
+  set("HOST_OF_EACH", "host");
+  accepts_slowly = true;
+  for (bool take_turns : {false, true}) spread(take_turns, everything);
+  accepts_slowly = false;
 }
 TEST_CASE("with a secret") {
   set("PYNCCL_SECRET", "between the two of us");

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+import resource
 import signal
 import threading
 import time
@@ -16,7 +17,7 @@ import numpy as np
 import pytest
 
 import pynccl
-from meeting import hear, interrupted_soon, tell, together
+from meeting import hear, interrupted_soon, leave_descriptors, tell, together
 from pynccl import Communicator, NcclError, NcclTimeoutError, Plan, capi
 from pynccl._library.binding import lib
 from pynccl._watch import channel
@@ -362,6 +363,34 @@ def waits_for_some(rank: int, nranks: int, what: str) -> list[int] | None:
 )
 def test_only_ranks_that_a_call_waits_for_are_late(what: str, late: list[list[int] | None]) -> None:
     assert run(3, waits_for_some, what, backend="cpu", timeout=40) == late
+
+
+def fails_after_another_has_left(rank: int, nranks: int) -> tuple[str, str] | None:
+    """Rank 1 returns without destroy; then rank 2 has no descriptor for its first message to rank 0."""
+    os.environ["NCCL_HOSTID"] = str(rank)
+    comm = pynccl.init(timeout=10)
+    comm.barrier()
+    if rank == 1:
+        return None
+    # The rank has left when its process ends.
+    time.sleep(1)
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if rank == 2:
+        leave_descriptors(0)
+    with pytest.raises(NcclError) as caught:
+        comm.send_recv(np.ones(3), 2 - rank, np.zeros(3), 2 - rank)
+    resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+    comm.abort()
+    return type(caught.value).__name__, str(caught.value)
+
+
+def test_a_rank_that_left_is_not_blamed_for_another_failure() -> None:
+    first, _, last = run(3, fails_after_another_has_left, backend="cpu", timeout=40)
+    for outcome in (first, last):
+        assert outcome is not None
+        kind, text = outcome
+        assert kind in ("NcclSystemError", "NcclRemoteError"), outcome
+        assert "cannot connect to rank 0" in text and "Too many open files" in text
 
 
 def late(rank: int, nranks: int, how: str, folder: str) -> Outcome:

@@ -267,6 +267,7 @@ ncclResult_t run_grow(Child child, const GrowBlob& mine, const Meeting& meeting)
     return r == ncclTimeout ? blame_new_ranks(child.parent->session.nranks) : r;
   }
   // New ranks may wait for this one.
+  if (r == ncclRemoteError) blame(child.parent->dead_ranks());
   if (mine.has != GrowBlob::None) session.refuse(mine.id);
   return r;
 }

@@ -57,6 +57,14 @@ std::vector<Comm::Derived>::iterator Comm::find_child(const Comm& child) {
 
 bool Comm::is_dead(int q) { return peer(q).gone && !peer(q).left; }
 
+LateRanks Comm::dead_ranks() {
+  std::lock_guard<std::mutex> lock(session.mutex);
+  LateRanks dead;
+  for (int q = 0; q < nranks; ++q)
+    if (q != rank && is_dead(q)) dead.add(q);
+  return dead;
+}
+
 int Comm::missing_of(const Members& members) {
   auto at = std::find_if(members.begin(), members.end(),
                          [&](auto& member) { return is_dead(member.first) || absent_.count(member); });

@@ -169,6 +169,7 @@ struct Comm final : Sink, Session::Owner, std::enable_shared_from_this<Comm> {
   // failed in the exchange, the creation ends.
   using Members = std::map<int, uint64_t>;
   void connects(const Comm& child, const Members& members);
+  LateRanks dead_ranks();
   // Why a child of these members could not be created: `seen`, unless one of them is missing.
   ncclResult_t explain(ncclResult_t seen, const Members& members);
   void end_child(const Comm& child, ErrorCode code, std::string_view why, const LateRanks& late) noexcept;

@@ -73,8 +73,8 @@ void DataLinks::arrived(int from, Channel channel, SocketPtr socket) {
     const State state = slot.state.load();
     if (state == State::Taken || state == State::Never || stop_.is_set()) return;
     slot.state.store(State::Made, std::memory_order_release);
-    // The other rank sends nothing before this: what it has sent is then not lost when it ends. This rank sends
-    // nothing before it either, since open() waits for the lock.
+    // The other rank sends nothing before this: what it has sent is then not lost when it ends. This rank
+    // sends nothing before it either, since open() waits for the lock.
     const char accepted = 1;
     send(socket->fd(), &accepted, sizeof accepted, MSG_DONTWAIT | MSG_NOSIGNAL);
     slot.socket = std::move(socket);

@@ -384,25 +384,24 @@ DataLinks* Session::data_links() {
 
 SocketPtr Session::dial(int to, Channel channel, Stop& stop, std::string* why) {
   const HelloKind kind = channel == kColl ? HelloKind::CollData : HelloKind::P2pData;
-  const Deadline deadline = after_seconds(seconds);
   for (int attempt = 1;; ++attempt) {
-    SocketPtr socket = connect_peer(peer(to).info, false, kind, rank, deadline, stop, why);
+    // Like the call that waits for it: a process that is stopped accepts it when it goes on.
+    SocketPtr socket = connect_peer(peer(to).info, false, kind, rank, kForever, stop, why);
     if (!socket) return nullptr;
     Stop::During waiting(stop, [socket] { shutdown(socket->fd(), SHUT_RDWR); });
-    if (await_acceptance(to, channel, *socket, deadline)) return socket;
+    if (await_acceptance(to, channel, *socket)) return socket;
     const int error = errno;
     *why = describe_error(error);
-    if (attempt == kMostCalls || error == ETIMEDOUT || stop.is_set()) return errno = error, nullptr;
+    if (attempt == kMostCalls || stop.is_set()) return errno = error, nullptr;
     std::this_thread::sleep_for(attempt * kRetry);
   }
 }
 
 // The other process accepts nothing if it lacks descriptors; when it hears that this rank waits, it says so.
-bool Session::await_acceptance(int to, Channel channel, const Socket& socket, Deadline deadline) {
+bool Session::await_acceptance(int to, Channel channel, const Socket& socket) {
   for (char accepted;;) {
-    Deadline soon = std::min<Deadline>(deadline, Clock::now() + kAcceptance);
-    if (recv_all(socket.fd(), &accepted, sizeof accepted, soon)) return true;
-    if (errno != ETIMEDOUT || soon == deadline) return false;
+    if (recv_all(socket.fd(), &accepted, sizeof accepted, Clock::now() + kAcceptance)) return true;
+    if (errno != ETIMEDOUT) return false;
     send(to, Ctl::Dial, nullptr, 0, channel);
   }
 }

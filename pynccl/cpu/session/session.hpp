@@ -177,7 +177,7 @@ class Session : private DataLinks::Owner {
   DataLinks* data_links();  // for other threads; nullptr: there are none yet
   ncclResult_t create_data_links();
   SocketPtr dial(int to, Channel channel, Stop& stop, std::string* why) override;
-  bool await_acceptance(int to, Channel channel, const Socket& socket, Deadline deadline);
+  bool await_acceptance(int to, Channel channel, const Socket& socket);
   void ask_to_dial(int to, Channel channel) override;
   bool is_gone(int q) override;
   void cannot_connect(int q, const std::string& why, int error) override;
