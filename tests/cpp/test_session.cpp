@@ -123,7 +123,7 @@ TEST_CASE("over tcp") {
   for (bool take_turns : {false, true}) spread(take_turns, everything);
 }
 // Nothing is sent over a connection before it is accepted.
-TEST_CASE("over tcp, whose connections are accepted slowly") {
+TEST_CASE("over tcp that accepts slowly") {
   set("HOST_OF_EACH", "host");
   accepts_slowly = true;
   for (bool take_turns : {false, true}) spread(take_turns, everything);
