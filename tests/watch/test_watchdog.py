@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import pynccl
-from meeting import hear, interrupted_soon, leave_descriptors, tell, together
+from meeting import hear, interrupted_soon, leave_descriptors, tell, together, until_gone
 from pynccl import Communicator, NcclError, NcclTimeoutError, Plan, capi
 from pynccl._library.binding import lib
 from pynccl._watch import channel
@@ -369,14 +369,20 @@ def fails_after_another_has_left(rank: int, nranks: int) -> tuple[str, str] | No
     """Rank 1 returns without destroy; then rank 2 has no descriptor for its first message to rank 0."""
     os.environ["NCCL_HOSTID"] = str(rank)
     comm = pynccl.init(timeout=10)
-    comm.barrier()
+    other = int(comm.all_gather(np.array([os.getpid()]))[1][0])
     if rank == 1:
         return None
-    # The rank has left when its process ends.
-    time.sleep(1)
+    # Its connections, whose descriptors come free, end with the process.
+    until_gone([other])
+    time.sleep(0.5)
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     if rank == 2:
+        tell("soon")
         leave_descriptors(0)
+    else:
+        # To tell it afterwards rank 2 would need a descriptor.
+        hear("soon")
+        time.sleep(0.5)
     with pytest.raises(NcclError) as caught:
         comm.send_recv(np.ones(3), 2 - rank, np.zeros(3), 2 - rank)
     resource.setrlimit(resource.RLIMIT_NOFILE, limit)
@@ -837,9 +843,9 @@ def hears_of_another_call(rank: int, nranks: int) -> Outcome | None:
         raise pynccl.NcclRemoteError("rank 1 died", function="pyncclCpuStreamQuery")
 
     stream = pynccl.Stream()
-    comm.all_reduce(np.ones(1), stream=stream)
-    setattr(capi, "pyncclCpuStreamQuery", fails)  # noqa: B010
     try:
+        comm.all_reduce(np.ones(1), stream=stream)
+        setattr(capi, "pyncclCpuStreamQuery", fails)  # noqa: B010
         comm.synchronize()
     except NcclError as error:
         comm.abort()
