@@ -91,8 +91,8 @@ def traced(
         return log, dump, comm.trace()
 
 
-@pytest.mark.parametrize("hosts", [1, pytest.param(2, marks=pytest.mark.slow), 4])
-@pytest.mark.parametrize("inline", [pytest.param(0, marks=pytest.mark.slow), 1024, 200_000])
+@pytest.mark.parametrize("hosts", [1, 2, 4])
+@pytest.mark.parametrize("inline", [0, 1024, 200_000])
 @pytest.mark.parametrize("by_hosts", [True, False])
 def test_the_trace_says_what_the_log_says(tmp_path: Path, hosts: int, inline: int, by_hosts: bool) -> None:
     env = {"PYNCCL_CPU_INLINE_BYTES": str(inline), "PYNCCL_CPU_BY_HOSTS": str(int(by_hosts))}
