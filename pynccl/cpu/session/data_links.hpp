@@ -1,8 +1,7 @@
 // The data connections of a rank to ranks on other hosts, one for each channel. Each is made when the first
-// of the two sends over it. The higher rank connects; the lower one asks for that (Ctl::Connect).
+// of the two sends over it. The higher rank connects; the lower one asks for that (Ctl::Dial).
 #pragma once
 
-#include <array>
 #include <atomic>
 #include <condition_variable>
 #include <deque>

@@ -106,6 +106,7 @@ Backend::Backend(intrusive_ptr<c10d::Store> store, int rank, int size, const Opt
 #ifdef PYNCCL_HAS_RECONFIGURE
   options_->enable_reconfigure = !store_;
 #endif
+  if (store_) stores_.emplace(store_);
   setTimeout(options.timeout);
 }
 
@@ -215,17 +216,16 @@ LanePtr Backend::open(c10::Device device, int peer) {
 }
 
 std::shared_ptr<Attempt> Backend::connect(const Lane& lane) {
-  return Attempt::begin(
-      lane.api, [api = lane.api, device = lane.device, key = lane.key, tried = lane.tried, rank = lane.rank,
-                 size = lane.size, stores = Stores(store_)](Attempt& attempt) {
-        const StorePtr own = stores.take();
-        const OwnStore& store = *own;
-        store->set(presence(key, rank), std::vector<uint8_t>{1});
-        auto id = exchange_id(*api, attempt, store, key, rank == 0, *tried);
-        c10::OptionalDeviceGuard guard;
-        if (!device.is_cpu()) guard.reset_device(device);
-        return id ? attempt.init(size, *id, rank) : nullptr;
-      });
+  return Attempt::begin(lane.api, [api = lane.api, device = lane.device, key = lane.key, tried = lane.tried,
+                                   rank = lane.rank, size = lane.size, stores = *stores_](Attempt& attempt) {
+    const StorePtr own = stores.take();
+    const OwnStore& store = *own;
+    store->set(presence(key, rank), std::vector<uint8_t>{1});
+    auto id = exchange_id(*api, attempt, store, key, rank == 0, *tried);
+    c10::OptionalDeviceGuard guard;
+    if (!device.is_cpu()) guard.reset_device(device);
+    return id ? attempt.init(size, *id, rank) : nullptr;
+  });
 }
 
 LanePtr Backend::connected(c10::Device device, int peer, Milliseconds limit) {
@@ -240,10 +240,9 @@ LanePtr Backend::connected(c10::Device device, int peer, Milliseconds limit) {
     check_signals();
     // The attempt continues, and the next operation waits for it again.
     if (Clock::now() >= deadline)
-      C10_THROW_ERROR(
-          DistBackendError,
-          c10::str("pynccl: connecting rank ", rank_, " of ", size_, ", ", here(), ", took longer than ",
-                   limit.count(), "ms", peer < 0 ? absent(Stores(store_), lane->key, rank_, size_) : ""));
+      C10_THROW_ERROR(DistBackendError, c10::str("pynccl: connecting rank ", rank_, " of ", size_, ", ",
+                                                 here(), ", took longer than ", limit.count(), "ms",
+                                                 peer < 0 ? absent(*stores_, lane->key, rank_, size_) : ""));
   }
   lock.lock();
   if (lane->attempt == attempt) {

@@ -289,6 +289,7 @@ class Backend : public c10d::Backend {
   const bool cpu_only_;
   const std::shared_ptr<Hooks> hooks_ = std::make_shared<Hooks>();
   intrusive_ptr<c10d::Store> store_;
+  std::optional<Stores> stores_;  // of it; they keep the connections that all groups share
   intrusive_ptr<Options> options_;
   std::recursive_mutex mutex_;
   std::map<std::string, LanePtr> lanes_;

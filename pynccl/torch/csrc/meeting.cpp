@@ -161,15 +161,14 @@ Backend::Meeting Backend::meeting(const std::string& name) {
   auto lock = entered();
   check_has_members();
   if (ended_.load()) C10_THROW_ERROR(DistBackendError, "pynccl: the process group was shut down or aborted");
-  const Stores stores(store_);
-  StorePtr store = stores.made_common();
+  StorePtr store = stores_->made_common();
   if (!store) {
     // torch tries until the group's time-out to reach a store that has ended.
     if (const std::string server = ended_server(store_); !server.empty())
       C10_THROW_ERROR(DistBackendError,
                       c10::str("pynccl: ", name, " on ", here(), ": the store at ", server,
                                " is gone, in which the ranks meet: the process that served it has ended"));
-    store = stores.common();
+    store = stores_->common();
   }
   return {store, c10::str("pynccl/meeting/", meetings_++, "/"), size_, name, here(), options_->timeout};
 }

@@ -381,10 +381,9 @@ class Inbox final : public Runner {
 class Messages : public std::enable_shared_from_this<Messages> {
  public:
   // `group` runs the collectives.
-  Messages(ApiPtr api, intrusive_ptr<c10d::Store> store, std::shared_ptr<const Runner> group, int rank,
-           Names names)
+  Messages(ApiPtr api, Stores stores, std::shared_ptr<const Runner> group, int rank, Names names)
       : api_(std::move(api)),
-        store_(std::move(store)),
+        stores_(std::move(stores)),
         group_(std::move(group)),
         rank_(rank),
         mail_(std::make_shared<Mail>(names.size - 1)),
@@ -439,7 +438,7 @@ class Messages : public std::enable_shared_from_this<Messages> {
       if (listening_) awaited = next_sender();
     }
     for (auto& attempt : attempts) attempt->stop();
-    if (!awaited.empty()) Stores(store_).wake(awaited);
+    if (!awaited.empty()) stores_.wake(awaited);
     for (auto& runner : runners()) runner->close(error, abort);
   }
 
@@ -499,9 +498,9 @@ class Messages : public std::enable_shared_from_this<Messages> {
     if (error_) return box->refuse(error_);
     const std::string key = c10::str("pynccl/p2p/", sends ? rank_ : peer, "/", sends ? peer : rank_, "/");
     auto wording = names_.of_pair(sends ? rank_ : peer, sends ? peer : rank_);
-    auto make = [api = api_, shared = store_, rank = rank_, peer, sends, key, wording,
+    auto make = [api = api_, stores = stores_, rank = rank_, peer, sends, key, wording,
                  watch = Watch(group_, names_, peer)](Attempt& attempt) mutable -> CommPtr {
-      const StorePtr own = reach(shared, attempt, watch);
+      const StorePtr own = reach(stores, attempt, watch);
       if (!own) return nullptr;
       const OwnStore& store = *own;
       ncclUniqueId id;
@@ -522,7 +521,8 @@ class Messages : public std::enable_shared_from_this<Messages> {
       const std::vector<int> pair{sends ? rank : peer, sends ? peer : rank};
       return attempt.init(2, id, sends ? 0 : 1, wording, pair);
     };
-    auto explained = [make, store = store_, watch = Watch(group_, names_, peer)](Attempt& attempt) mutable {
+    auto explained = [make, store = stores_.group(),
+                      watch = Watch(group_, names_, peer)](Attempt& attempt) mutable {
       try {
         return make(attempt);
       } catch (const c10::DistBackendError&) {
@@ -545,8 +545,7 @@ class Messages : public std::enable_shared_from_this<Messages> {
   }
 
   // Connects to the store in a thread of its own, since its server may end meanwhile.
-  static StorePtr reach(const intrusive_ptr<c10d::Store>& shared, const Attempt& attempt, Watch& watch) {
-    const Stores stores(shared);
+  static StorePtr reach(const Stores& stores, const Attempt& attempt, Watch& watch) {
     if (StorePtr made = stores.made_common()) return made;
     auto made = std::make_shared<std::promise<StorePtr>>();
     std::thread([stores, made] { made->set_value(stores.common()); }).detach();
@@ -555,7 +554,7 @@ class Messages : public std::enable_shared_from_this<Messages> {
       if (attempt.stopped()) return nullptr;
       watch.check();
       if (Clock::now() - looked < kLookAtServer) continue;
-      watch.check_server(shared);
+      watch.check_server(stores.group());
       looked = Clock::now();
     }
     return own.get();
@@ -570,7 +569,7 @@ class Messages : public std::enable_shared_from_this<Messages> {
     listening_ = true;
     std::thread([self = shared_from_this()] {
       try {
-        const StorePtr own = Stores(self->store_).another();
+        const StorePtr own = self->stores_.another();
         const OwnStore& store = *own;
         for (;;) {
           std::string key;
@@ -596,7 +595,7 @@ class Messages : public std::enable_shared_from_this<Messages> {
   // A receive from any source fails when all other ranks have left or died, in whatever order. The inbox of
   // such a rank finds out whether a message is still to come.
   void look_for_leavers() {
-    const StorePtr store = Stores(store_).common();
+    const StorePtr store = stores_.common();
     for (int rank = 0; rank < names_.size; ++rank) {
       if (rank == rank_) continue;
       while (!mail_->wanted(kAnySource) || !is_gone(**store, rank)) {
@@ -627,7 +626,7 @@ class Messages : public std::enable_shared_from_this<Messages> {
   }
 
   ApiPtr api_;
-  const intrusive_ptr<c10d::Store> store_;
+  const Stores stores_;
   const std::shared_ptr<const Runner> group_;
   const int rank_;
   const std::shared_ptr<Mail> mail_;

@@ -17,7 +17,7 @@ std::shared_ptr<Messages> Backend::messages() {
   auto cpu = lane(at::kCPU);
   if (!messages_) {
     Names names{here(), size_, named_.ranks};
-    messages_ = std::make_shared<Messages>(cpu->api, store_, cpu->queue, rank_, std::move(names));
+    messages_ = std::make_shared<Messages>(cpu->api, *stores_, cpu->queue, rank_, std::move(names));
   }
   return messages_;
 }

@@ -87,7 +87,7 @@ void Backend::renew(const Joined& joined) {
   auto lock = entered();
   if (final_.load()) std::rethrow_exception(shut_down());
   messages.swap(messages_);
-  store_ = joined.store, rank_ = joined.rank, size_ = joined.size;
+  store_ = joined.store, stores_.emplace(store_), rank_ = joined.rank, size_ = joined.size;
   named_.ranks.clear();
   here_ = nullptr;
   sequence_ = monitored_ = meetings_ = 0;

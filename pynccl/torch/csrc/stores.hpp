@@ -155,6 +155,7 @@ class OwnStore {
 };
 using StorePtr = std::shared_ptr<const OwnStore>;
 
+// The connections last as long as one of these.
 class Stores {
  public:
   explicit Stores(c10::intrusive_ptr<c10d::Store> group)
