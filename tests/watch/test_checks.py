@@ -303,11 +303,13 @@ def absent(rank: int, nranks: int, late: list[int], message: bool) -> tuple[str,
     elif rank == 3:
         comm.recv(np.ones(3), 0)
     if rank in late:
-        hear("told")
+        # A rank that still waited would see that the calls differ.
+        for other in set(range(nranks)) - set(late):
+            hear(f"told {other}")
     with pytest.raises(NcclTimeoutError) as caught:
         comm.recv(np.ones(3), late[0]) if message and rank == 0 else comm.all_gather(np.ones(3))
-    if rank == 0:
-        tell("told")
+    if rank not in late:
+        tell(f"told {rank}")
     comm.abort()
     return str(caught.value), caught.value.ranks
 

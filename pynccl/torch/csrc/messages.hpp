@@ -546,16 +546,15 @@ class Messages : public std::enable_shared_from_this<Messages> {
 
   // Connects to the store in a thread of its own, since its server may end meanwhile.
   static StorePtr reach(const Stores& stores, const Attempt& attempt, Watch& watch) {
+    if (stores.look_after(kLookAtServer)) watch.check_server(stores.group());
     if (StorePtr made = stores.made_common()) return made;
     auto made = std::make_shared<std::promise<StorePtr>>();
     std::thread([stores, made] { made->set_value(stores.common()); }).detach();
     auto own = made->get_future();
-    for (auto looked = Clock::now(); own.wait_for(kSlice) != std::future_status::ready;) {
+    while (own.wait_for(kSlice) != std::future_status::ready) {
       if (attempt.stopped()) return nullptr;
       watch.check();
-      if (Clock::now() - looked < kLookAtServer) continue;
-      watch.check_server(stores.group());
-      looked = Clock::now();
+      if (stores.look_after(kLookAtServer)) watch.check_server(stores.group());
     }
     return own.get();
   }

@@ -9,6 +9,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
@@ -107,11 +108,20 @@ class Connections : public std::enable_shared_from_this<Connections> {
     return for_all_;
   }
 
+  bool look_after(std::chrono::steady_clock::duration pause) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto now = std::chrono::steady_clock::now();
+    if (looked_ && now - *looked_ < pause) return false;
+    looked_ = now;
+    return true;
+  }
+
  private:
   const Store base_;
   std::mutex mutex_, making_;
   Store to_wait_on_, for_all_;
   bool leased_ = false;
+  std::optional<std::chrono::steady_clock::time_point> looked_;
 };
 
 }  // namespace detail
@@ -174,6 +184,8 @@ class Stores {
     auto base = connections_->made_for_all();
     return base ? over(base, nullptr) : nullptr;
   }
+  // Whether nobody of this process has looked for so long if the server listens; the caller does.
+  bool look_after(std::chrono::steady_clock::duration pause) const { return connections_->look_after(pause); }
   // For one user that waits as long as the group lives.
   StorePtr another() const {
     auto own = detail::clone(*group_, 0);
