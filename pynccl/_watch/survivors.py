@@ -298,6 +298,9 @@ class Survivors:
         # A rank that gave up an earlier attempt is only late in this one.
         if newest and all(begun <= -self.attempt for begun in newest):
             return self._out("did not wait for")
+        return self._absent(awaited)
+
+    def _absent(self, awaited: int) -> RankFailedError:
         fates = self._fates()
         silent = set_of(r for r in ranks_in(awaited) if fates[r] & _SILENT)
         who = silent or awaited
@@ -435,7 +438,8 @@ class Survivors:
         gone, left = wanted & ~self.decided, self.decided
         if excluded := gone & self.excluded & ~self.lost:
             if self.kind == GROWING:
-                return self._late(excluded)
+                # They may have heard of this meanwhile, and given up.
+                return self._absent(excluded)
             return CollectiveMismatchError(
                 f"{self.doing} the communicator: this rank does not exclude {_ranks(excluded)}, "
                 "another rank does; expected the same exclude on all ranks",

@@ -668,7 +668,7 @@ def test_an_old_rank_is_slow_while_it_grows(late: int, where: str, how: str, tmp
     outcomes = run(4, is_slow_while_it_grows, late, where, how, str(tmp_path), backend="cpu", timeout=40)
     new, slow = outcomes.pop(), outcomes.pop(late)
     for kind, ranks, text, took in outcomes:
-        assert (kind, ranks) == ("RankFailedError", [late])
+        assert (kind, ranks) == ("RankFailedError", [late]), (outcomes, slow, new)
         did = (
             "cannot be reached by all of ranks [0, 2]" if how == "stopped" else "did not take part within 3 s"
         )
