@@ -290,6 +290,39 @@ def test_messages_with_a_dead_rank_that_had_the_store() -> None:
         assert "rank 0" in message.partition("default_pg): ")[2]
 
 
+def killed_while_it_connects(rank: int, size: int, store: str, how: str) -> float:
+    """Rank 1 has begun to connect with rank 0 when rank 0 kills it; rank 0 then connects with it."""
+    start(rank, size, store, seconds=40)
+    x = torch.tensor([float(os.getpid())])
+    pids = [torch.zeros(1) for _ in range(size)]
+    dist.all_gather(pids, x)
+    flags = dist.distributed_c10d._get_default_store()
+    if rank == 1:
+        dist.irecv(x, 0) if how == "send" else dist.isend(x, 0)
+        time.sleep(0.5)
+        flags.set("begun", "1")
+        time.sleep(60)
+    if rank == 0:
+        flags.wait(["begun"])
+        os.kill(int(pids[1].item()), signal.SIGKILL)
+        began = time.monotonic()
+        with pytest.raises(dist.DistBackendError, match=r"rank 1 .* on rank 0 "):
+            dist.send(x, 1) if how == "send" else dist.recv(x, 1)
+        took = time.monotonic() - began
+        flags.set("over", "1")
+    else:
+        flags.wait(["over"])
+        took = 0.0
+    return took
+
+
+@pytest.mark.parametrize("how", ["send", "receive"])
+def test_a_message_to_a_rank_that_is_killed_while_it_connects(tmp_path: Path, how: str) -> None:
+    """The time-out of 40 s must not be waited for."""
+    first, *_ = at_store(3, killed_while_it_connects, tmp_path, how, timeout=60, check=False)
+    assert first < 20
+
+
 def leaving(rank: int, size: int, store: str, how: str) -> None:
     """Rank 2 leaves without an error, then rank 1; the others learn that their messages never come."""
     start(rank, size, store, seconds=60)

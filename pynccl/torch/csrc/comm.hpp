@@ -112,6 +112,61 @@ class Comm {
 
 using CommPtr = std::shared_ptr<Comm>;
 
+// Calls `look` in every slice, in a thread of its own, while the constructing thread is in a call of the library.
+// What `look` throws interrupts that call, in the CPU library; NCCL cannot be interrupted there.
+class Looking {
+ public:
+  Looking(ApiPtr api, std::function<void()> look) : api_(std::move(api)), caller_(int(syscall(SYS_gettid))) {
+    if (look) thread_ = std::thread([this, look = std::move(look)] { run(look); });
+  }
+  ~Looking() {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      ended_ = true;
+      if (error_) interrupt(0);
+    }
+    changed_.notify_all();
+    if (thread_.joinable()) thread_.join();
+  }
+  bool threw() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return bool(error_);
+  }
+  void rethrow() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (error_) std::rethrow_exception(error_);
+  }
+
+ private:
+  void run(const std::function<void()>& look) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    while (!changed_.wait_for(lock, kSlice, [this] { return ended_; })) {
+      lock.unlock();
+      std::exception_ptr error;
+      try {
+        look();
+      } catch (...) {
+        error = std::current_exception();
+      }
+      lock.lock();
+      if (!error || ended_) continue;
+      error_ = error;
+      return interrupt(1);
+    }
+  }
+  void interrupt(int on) const {
+    if (api_->pyncclCpuInterrupt) api_->pyncclCpuInterrupt(caller_, on);
+  }
+
+  const ApiPtr api_;
+  const int caller_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  bool ended_ = false;
+  std::exception_ptr error_;
+  std::thread thread_;
+};
+
 // Connects a communicator in a separate thread. A caller whose wait times out leaves the attempt running and
 // may wait for it again.
 class Attempt : public std::enable_shared_from_this<Attempt> {
@@ -151,13 +206,17 @@ class Attempt : public std::enable_shared_from_this<Attempt> {
     return store.await(key, slice, [this] { return stopped(); });
   }
   CommPtr init(int size, ncclUniqueId id, int rank, const Wording& wording = nullptr,
-               const std::vector<int>& members = {}) const {
+               const std::vector<int>& members = {}, std::function<void()> look = nullptr) const {
     if (stopped()) return nullptr;
+    Looking looking(api_, std::move(look));
     ncclComm_t handle = nullptr;
     ncclResult_t result = api_->ncclCommInitRank(&handle, size, id, rank);
+    if (failed(result)) looking.rethrow();
     api_->check(result, "ncclCommInitRank", handle, wording);
     auto comm = std::make_shared<Comm>(api_, handle, wording, members);
-    comm->check_settled(comm->settle(result, [this] { return stopped(); }), "ncclCommInitRank");
+    result = comm->settle(result, [&] { return stopped() || looking.threw(); });
+    if (result != ncclSuccess) looking.rethrow();
+    comm->check_settled(result, "ncclCommInitRank");
     return comm;
   }
 

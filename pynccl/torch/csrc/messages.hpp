@@ -519,7 +519,7 @@ class Messages : public std::enable_shared_from_this<Messages> {
         std::copy(bytes.begin(), bytes.end(), id.internal);
       }
       const std::vector<int> pair{sends ? rank : peer, sends ? peer : rank};
-      return attempt.init(2, id, sends ? 0 : 1, wording, pair);
+      return attempt.init(2, id, sends ? 0 : 1, wording, pair, [&watch] { watch.check(); });
     };
     auto explained = [make, store = stores_.group(),
                       watch = Watch(group_, names_, peer)](Attempt& attempt) mutable {
