@@ -7,8 +7,10 @@ use into a Python list. One C call then runs the recording, any number of times.
 from __future__ import annotations
 
 import weakref
+from contextlib import suppress
 from typing import Any
 
+from pynccl import capi
 from pynccl._comm.core import BUSY, CLOSED, NO_WINDOW, WAITING, Core
 from pynccl._errors import NcclError, NcclInvalidUsage
 from pynccl._library.binding import address_of, fastcall, lib
@@ -121,7 +123,7 @@ class Recording:
             function, handle = function_name(call.kind, bool(call.config)), int(call.comm.handle)
             where = f" (call {failed} of {self.calls.count}, counted from 0)"
         else:
-            function, handle, where = "ncclGroupEnd", 0, ""
+            function, handle, where = "ncclGroupEnd", self._failed_comm(result), ""
             if self.calls.count == 1 and not self.calls.grouped:
                 function = function_name(self.calls.calls[0].kind)
         try:
@@ -129,6 +131,15 @@ class Recording:
         except NcclError as error:
             error.args = (f"{error.args[0]}{where}",)
             raise
+
+    def _failed_comm(self, result: int) -> int:
+        """Return the handle of a communicator whose failure a group returned, 0 if that of none."""
+        for core in self.cores():
+            # Another thread may have closed it.
+            with suppress(NcclError):
+                if core.handle and capi.ncclCommGetAsyncError(core.handle) == result:
+                    return core.handle
+        return 0
 
     def set_stream(self, stream: int) -> None:
         """Move all calls to another stream."""

@@ -399,6 +399,33 @@ def test_a_rank_that_left_is_not_blamed_for_another_failure() -> None:
         assert "cannot connect to rank 0" in text and "Too many open files" in text
 
 
+def send_to_all(comm: Communicator) -> None:
+    with pynccl.group():
+        for other in set(range(comm.size)) - {comm.rank}:
+            comm.send(np.ones(3), other)
+            comm.recv(np.zeros(3), other)
+
+
+def groups_first_messages(rank: int, nranks: int) -> str:
+    """The ranks have no descriptor for their first messages, which are a group."""
+    os.environ["NCCL_HOSTID"] = str(rank)
+    with pynccl.init() as comm:
+        comm.barrier()
+        together(nranks, "barrier")
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+        leave_descriptors(0)
+        with pytest.raises(NcclError) as caught:
+            send_to_all(comm)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+        comm.abort()
+    return str(caught.value)
+
+
+def test_a_group_tells_why_a_communicator_failed() -> None:
+    for text in run(3, groups_first_messages, backend="cpu", timeout=40):
+        assert "Too many open files" in text and " of 3: " in text
+
+
 def late(rank: int, nranks: int, how: str, folder: str) -> Outcome:
     together(nranks)
     comm = pynccl.init(timeout=2)

@@ -112,8 +112,8 @@ class Comm {
 
 using CommPtr = std::shared_ptr<Comm>;
 
-// Calls `look` in every slice, in a thread of its own, while the constructing thread is in a call of the library.
-// What `look` throws interrupts that call, in the CPU library; NCCL cannot be interrupted there.
+// Calls `look` in every slice, in a thread of its own, while the constructing thread is in a call of the
+// library. What `look` throws interrupts that call, in the CPU library; NCCL cannot be interrupted there.
 class Looking {
  public:
   Looking(ApiPtr api, std::function<void()> look) : api_(std::move(api)), caller_(int(syscall(SYS_gettid))) {
