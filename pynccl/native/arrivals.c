@@ -40,7 +40,7 @@ static void pynccl_handle(pynccl_watch* w, int from, pynccl_frame* f) {
   pynccl_peer* p = &w->peers[from];
   // A rank that leaves only passes on what comes.
   if (w->departure && f->kind != FRAME_NEWS && f->kind != FRAME_LOST && f->kind != FRAME_FAREWELL) return;
-  if (f->kind != FRAME_MESSAGE && f->kind != FRAME_NEWS && f->kind != FRAME_LOST)
+  if (f->kind != FRAME_MESSAGE && f->kind != FRAME_NEWS && f->kind != FRAME_LOST && f->kind != FRAME_FAILED)
     f->text[sizeof f->text - 1] = 0;
   switch (f->kind) {
     case FRAME_NEWS:
@@ -55,10 +55,13 @@ static void pynccl_handle(pynccl_watch* w, int from, pynccl_frame* f) {
       }
       break;
     case FRAME_FAILED:
-      if (f->number >= (uint64_t)w->size) break;
-      w->peers[f->number].named = 1;
-      pynccl_note_lost(w, from, (int)f->number);
-      pynccl_confirm(w, from, (int)f->number);
+      for (uint32_t i = 0; i < f->code && i < FRAME_RANKS; ++i) {
+        const int failed = f->ranks[i];
+        if (failed >= w->size) continue;
+        w->peers[failed].named = 1;
+        pynccl_note_lost(w, from, failed);
+        pynccl_confirm(w, from, failed);
+      }
       break;
     case FRAME_TEXT:
       if (!p->report && !(p->report = calloc(1, PYNCCL_MOST_TEXT))) break;

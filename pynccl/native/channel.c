@@ -99,6 +99,7 @@ int pynccl_spread_loss(pynccl_watch* w, int rank, int other) {
   if (!pairs) return 1;
   w->pairs = pairs;
   pairs[w->pair_count++] = (pynccl_loss){(uint16_t)rank, (uint16_t)other};
+  w->more_lost = 1;
   return 1;
 }
 
@@ -119,10 +120,10 @@ void pynccl_reach(const pynccl_watch* w, char* missed) {
   free(queue);
 }
 
-// Find ranks without a connection that cannot be reached any more.
-static void pynccl_find_gone(pynccl_watch* w) {
-  char* missed = w->mesh ? NULL : calloc(1, (size_t)w->size);
+void pynccl_find_gone(pynccl_watch* w) {
+  char* missed = w->mesh || !w->more_lost ? NULL : calloc(1, (size_t)w->size);
   if (!missed) return;
+  w->more_lost = 0;
   pynccl_reach(w, missed);
   for (int r = 0; r < w->size; ++r) {
     pynccl_peer* p = &w->peers[r];
@@ -263,7 +264,7 @@ void pynccl_beat(pynccl_watch* w) {
     const int r = (w->rank + w->beats[i]) % w->size;
     const pynccl_line* line = w->peers[r].line;
     // A peer that does not read needs no second heartbeat, and one for all communicators of a line is enough.
-    if (line && !line->output_bytes && !(idle && line->sent_at > before)) pynccl_send_frame(w, r, &beat);
+    if (line && !line->wants_output && !(idle && line->sent_at > before)) pynccl_send_frame(w, r, &beat);
   }
 }
 
@@ -339,7 +340,6 @@ void pynccl_learn(pynccl_watch* w, const pynccl_news* news, int from) {
 
 void pynccl_tell_news(pynccl_watch* w) {
   pynccl_end_doubts(w);
-  if (w->pair_count) pynccl_find_gone(w);
   for (int done = 0; done < w->pair_count;) {
     pynccl_frame lost = {.kind = FRAME_LOST};
     while (done < w->pair_count && lost.code < FRAME_PAIRS) lost.pairs[lost.code++] = w->pairs[done++];

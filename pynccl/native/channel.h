@@ -36,6 +36,8 @@
 #include "lines.h"
 
 #define TICK_MS 50
+// What many ranks hear of each other within this time they tell together.
+#define NEWS_NS (10 * MS)
 // Between heartbeats: within ENDING_NS.
 #define BEAT_NS (1000 * MS)
 // Between questions; with many ranks, see pynccl_watch.
@@ -126,9 +128,11 @@ struct pynccl_watch {
   int stale;      // ranks have left or gone since `ways`, `cut` and `hidden` were found out
   int64_t asked;  // when the last question came, by pynccl_watchdog.awake
   int fresh;      // how many ranks have news to be told
-  int doubtful;   // how many connections have ended, and that is not told yet
+  int64_t news_at;     // when the watchdog has told the news
+  int doubtful;        // how many connections have ended, and that is not told yet
   pynccl_loss* pairs;  // losses to be told
   int pair_count, pair_capacity;
+  int more_lost;      // since pynccl_find_gone()
   uintptr_t handle;   // 0: the watchdog must not use it any more
   uintptr_t context;  // the CUDA context of the events
   int touching, responding, ended;
@@ -192,6 +196,8 @@ int pynccl_spread_loss(pynccl_watch* w, int rank, int other);
 void pynccl_report_loss(pynccl_watch* w, int rank);
 // Clear `missed` for the ranks that this rank reaches, directly or through others.
 void pynccl_reach(const pynccl_watch* w, char* missed);
+// Find ranks without a connection that cannot be reached any more.
+void pynccl_find_gone(pynccl_watch* w);
 // The connection to a rank has ended, or ends here.
 void pynccl_hang_up(pynccl_watch* w, int rank);
 // Put a frame of a rank into its inbox. The caller announces the change.

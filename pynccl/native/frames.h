@@ -7,7 +7,7 @@ enum {
   // Between neighbours.
   FRAME_NEWS = 1,  // of ranks
   FRAME_LOST,      // pairs of ranks
-  FRAME_FAILED,    // the sender's verdict names a rank
+  FRAME_FAILED,    // ranks that the sender's verdict names
   FRAME_TEXT,
   FRAME_TROUBLE,   // its text has a bit for each rank of the verdict
   FRAME_FAREWELL,  // the last one to a rank that leaves
@@ -47,6 +47,7 @@ typedef struct pynccl_loss {
   uint16_t rank, other;
 } pynccl_loss;
 #define FRAME_PAIRS 52
+#define FRAME_RANKS 104
 
 // What travels over a line, always whole.
 typedef struct pynccl_frame {
@@ -54,7 +55,7 @@ typedef struct pynccl_frame {
   uint64_t channel;
   uint32_t from, at;
   uint32_t kind;
-  uint32_t code;  // of news and pairs: how many
+  uint32_t code;  // of news, pairs and ranks: how many
   uint32_t origin, to;
   uint64_t sequence;  // of the origin; 0: not flooded
   uint64_t serial;    // counts what the origin has posted to this receiver; 0: not posted
@@ -67,5 +68,6 @@ typedef struct pynccl_frame {
     uint64_t set[SET_RANKS / 64];
     pynccl_news news[FRAME_NEWS_COUNT];
     pynccl_loss pairs[FRAME_PAIRS];
+    uint16_t ranks[FRAME_RANKS];
   };
 } pynccl_frame;

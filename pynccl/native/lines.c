@@ -75,6 +75,7 @@ pynccl_line* pynccl_line_to(const pynccl_process* other, int sealed) {
 
 void pynccl_line_close(pynccl_line* line) {
   if (line->socket < 0) return;
+  if (!line->wants_output) pynccl_line_push(line);
   // Closing a socket with unread input resets the connection, and the peer might lose the last frames.
   char unread[4096];
   // A forked child may hold a copy of the socket, which would stay in the set.
@@ -109,6 +110,14 @@ void pynccl_line_push(pynccl_line* line) {
   if (line->wants_output != (line->output_bytes != 0)) pynccl_line_epoll(line, EPOLL_CTL_MOD);
 }
 
+void pynccl_cork(void) { pynccl_lines.corked = 1; }
+
+void pynccl_uncork(void) {
+  pynccl_lines.corked = 0;
+  for (pynccl_line* line = pynccl_lines.first; line; line = line->next)
+    if (line->output_bytes && !line->wants_output) pynccl_line_push(line);
+}
+
 static size_t pynccl_wire_bytes(const pynccl_line* line) {
   return sizeof(pynccl_frame) + (line->encrypt ? TAG_BYTES : 0);
 }
@@ -133,12 +142,13 @@ static void pynccl_pack(pynccl_line* line, const pynccl_frame* frame, char* out)
 
 static int pynccl_unpack(pynccl_line* line, pynccl_frame* frame) {
   unsigned char nonce[12];
+  const unsigned char* from = line->input + line->input_read;
   if (!line->decrypt) {
-    memcpy(frame, line->input, sizeof *frame);
+    memcpy(frame, from, sizeof *frame);
     return 1;
   }
   pynccl_next_nonce(&line->incoming, nonce);
-  return !line->decrypt((unsigned char*)frame, NULL, NULL, line->input, sizeof line->input, NULL, 0, nonce,
+  return !line->decrypt((unsigned char*)frame, NULL, NULL, from, sizeof *frame + TAG_BYTES, NULL, 0, nonce,
                         (const unsigned char*)line->incoming.key);
 }
 
@@ -156,24 +166,28 @@ int pynccl_line_send(pynccl_line* line, const pynccl_frame* frame, size_t most) 
   pynccl_pack(line, frame, line->output + line->output_bytes);
   line->output_bytes += bytes;
   line->sent_at = pynccl_now();
-  pynccl_line_push(line);
+  if (!pynccl_lines.corked || line->output_bytes >= CORKED_BYTES) pynccl_line_push(line);
   return 0;
 }
 
 int pynccl_line_receive(pynccl_line* line, pynccl_frame* frame) {
   const size_t bytes = pynccl_wire_bytes(line);
   while (line->socket >= 0) {
-    unsigned char* to = line->input + line->input_bytes;
-    const ssize_t n = recv(line->socket, to, bytes - line->input_bytes, MSG_DONTWAIT);
+    if (line->input_bytes - line->input_read >= bytes) {
+      const int authentic = pynccl_unpack(line, frame);
+      line->input_read += bytes;
+      line->heard_at = pynccl_now();
+      return authentic ? 1 : -2;
+    }
+    line->input_bytes -= line->input_read;
+    memmove(line->input, line->input + line->input_read, line->input_bytes);
+    line->input_read = 0;
+    const ssize_t n = recv(line->socket, line->input + line->input_bytes,
+                           sizeof line->input - line->input_bytes, MSG_DONTWAIT);
     if (n < 0 && errno == EINTR) continue;
     if (n < 0 && errno == EAGAIN) return 0;
     if (n <= 0) return -1;
     line->input_bytes += (size_t)n;
-    if (line->input_bytes < bytes) continue;
-    line->input_bytes = 0;
-    if (!pynccl_unpack(line, frame)) return -2;
-    line->heard_at = pynccl_now();
-    return 1;
   }
   return 0;
 }

@@ -12,6 +12,9 @@
 #define MOST_OUTPUT (1 << 20)
 // The bytes that encryption adds to a frame.
 #define TAG_BYTES 16
+// Received in one system call; and the output that one sends, where many frames come at a time.
+#define INPUT_FRAMES 16
+#define CORKED_BYTES (1 << 16)
 
 // The functions of pynccl_sealing.
 typedef int pynccl_encrypt(unsigned char* out, unsigned long long* out_bytes, const unsigned char* message,
@@ -39,8 +42,8 @@ typedef struct pynccl_line {
   int wants_output;
   char* output;
   size_t output_bytes, output_capacity;
-  size_t input_bytes;
-  unsigned char input[sizeof(pynccl_frame) + TAG_BYTES];
+  size_t input_read, input_bytes;
+  unsigned char input[INPUT_FRAMES * (sizeof(pynccl_frame) + TAG_BYTES)];
 } pynccl_line;
 
 // A frame that came before its receiver watched the communicator, and the line's id.
@@ -62,6 +65,7 @@ struct pynccl_lines {
   pynccl_line* first;
   pynccl_expected* expected;
   int epoll;
+  int corked;  // frames are kept for pynccl_uncork()
   uint32_t last_id;
 };
 
@@ -82,6 +86,10 @@ void pynccl_line_release(pynccl_line* line);
 int pynccl_line_send(pynccl_line* line, const pynccl_frame* frame, size_t most);
 // Send what has been kept.
 void pynccl_line_push(pynccl_line* line);
+// Until pynccl_uncork(), which sends them, keep frames: those of one turn of the watchdog go over a line
+// together.
+void pynccl_cork(void);
+void pynccl_uncork(void);
 // Receive a frame: 1. 0: none has come. -1: the connection has ended. -2: it is not authentic, or not the
 // next one.
 int pynccl_line_receive(pynccl_line* line, pynccl_frame* frame);

@@ -64,8 +64,10 @@ void pynccl_publish(pynccl_watch* w, int trouble) {
   __atomic_store_n(&w->comm->handle, 0, __ATOMIC_RELEASE);
   pthread_cond_broadcast(&pynccl_watchdog.changed);
   pynccl_tell_news(w);
-  for (int i = 0; i < v->count && trouble == PYNCCL_RANKS_FAILED; ++i) {
-    const pynccl_frame failed = {.kind = FRAME_FAILED, .number = (uint64_t)v->ranks[i]};
+  for (int done = 0; done < v->count && trouble == PYNCCL_RANKS_FAILED;) {
+    pynccl_frame failed = {.kind = FRAME_FAILED};
+    while (done < v->count && failed.code < FRAME_RANKS)
+      failed.ranks[failed.code++] = (uint16_t)v->ranks[done++];
     pynccl_tell_all(w, &failed);
   }
   // Which ranks have failed, each finds out itself.

@@ -68,6 +68,7 @@ static void pynccl_inspect(pynccl_watch* w, int64_t now) {
   // A burst of frames is read without looks in between: for those the lock is released, and many may want it.
   if (now - w->inspected < TICK_MS * MS) return;
   w->inspected = now;
+  pynccl_find_gone(w);
   pynccl_check_processes(w, now);
   if (w->verdict.trouble || w->departure) return;
   if (w->dying && now - w->dying > pynccl_grace(w)) pynccl_conclude_failed(w);
@@ -132,18 +133,21 @@ static void* pynccl_watch_all(void* nothing) {
   // Otherwise querying an event would invalidate a capture that another thread has begun.
   int relaxed = 2;
   cuThreadExchangeStreamCaptureMode(&relaxed);
-  struct epoll_event events[64];
+  struct epoll_event events[1024];
   int64_t last = pynccl_now();
+  int wait_ms = TICK_MS;
   pthread_mutex_lock(&pynccl_watchdog.lock);
   while (pynccl_watchdog.watches || pynccl_watchdog.reserved) {
     pthread_mutex_unlock(&pynccl_watchdog.lock);
-    const int n = epoll_wait(pynccl_lines.epoll, events, 64, TICK_MS);
+    const int n = epoll_wait(pynccl_lines.epoll, events, sizeof events / sizeof *events, wait_ms);
     pthread_mutex_lock(&pynccl_watchdog.lock);
     int64_t now = pynccl_now();
     // What ended while this process did not run ended at an unknown time.
     if (now - last > ENDING_NS) pynccl_watchdog.blind_until = now + QUESTION_NS;
     pynccl_watchdog.awake += now - last < QUESTION_NS ? now - last : QUESTION_NS;
     last = now;
+    wait_ms = TICK_MS;
+    pynccl_cork();
     for (int i = 0; i < n; ++i) {
       if (!events[i].data.u64) {
         uint64_t count;
@@ -170,10 +174,15 @@ static void* pynccl_watch_all(void* nothing) {
         next->beat_at = now;
         pynccl_beat(next);
       }
-      pynccl_tell_news(next);
+      if (next->mesh || now - next->news_at >= NEWS_NS) {
+        next->news_at = now;
+        pynccl_tell_news(next);
+      }
+      wait_ms = next->fresh || next->pair_count ? NEWS_NS / MS : wait_ms;
       pynccl_inspect(next, now);
       pynccl_let_go(next);
     }
+    pynccl_uncork();
   }
   pynccl_close_watchdog();
   pynccl_watchdog.running = 0;
