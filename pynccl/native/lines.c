@@ -110,10 +110,12 @@ void pynccl_line_push(pynccl_line* line) {
   if (line->wants_output != (line->output_bytes != 0)) pynccl_line_epoll(line, EPOLL_CTL_MOD);
 }
 
-void pynccl_cork(void) { pynccl_lines.corked = 1; }
+static __thread int pynccl_corked;
+
+void pynccl_cork(void) { pynccl_corked = 1; }
 
 void pynccl_uncork(void) {
-  pynccl_lines.corked = 0;
+  pynccl_corked = 0;
   for (pynccl_line* line = pynccl_lines.first; line; line = line->next)
     if (line->output_bytes && !line->wants_output) pynccl_line_push(line);
 }
@@ -166,7 +168,7 @@ int pynccl_line_send(pynccl_line* line, const pynccl_frame* frame, size_t most) 
   pynccl_pack(line, frame, line->output + line->output_bytes);
   line->output_bytes += bytes;
   line->sent_at = pynccl_now();
-  if (!pynccl_lines.corked || line->output_bytes >= CORKED_BYTES) pynccl_line_push(line);
+  if (!pynccl_corked || line->output_bytes >= CORKED_BYTES) pynccl_line_push(line);
   return 0;
 }
 

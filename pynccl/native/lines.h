@@ -65,7 +65,6 @@ struct pynccl_lines {
   pynccl_line* first;
   pynccl_expected* expected;
   int epoll;
-  int corked;  // frames are kept for pynccl_uncork()
   uint32_t last_id;
 };
 
@@ -86,8 +85,8 @@ void pynccl_line_release(pynccl_line* line);
 int pynccl_line_send(pynccl_line* line, const pynccl_frame* frame, size_t most);
 // Send what has been kept.
 void pynccl_line_push(pynccl_line* line);
-// Until pynccl_uncork(), which sends them, keep frames: those of one turn of the watchdog go over a line
-// together.
+// Keep the frames of this thread until pynccl_uncork(), which sends them: those of one turn of the watchdog
+// go over a line together, or with the next frame of another thread.
 void pynccl_cork(void);
 void pynccl_uncork(void);
 // Receive a frame: 1. 0: none has come. -1: the connection has ended. -2: it is not authentic, or not the
