@@ -80,6 +80,8 @@ def shrink(core: Core, exclude: Sequence[int], ends: bool, config: ConfigLike, q
 
 
 def _shrink_alone(core: Core, excluded: list[int], ends: bool, config: ConfigLike) -> Core:
+    if not ends and (failed := core.failure()):
+        raise _needs_abort(failed)
     child = derive(core, SHRINK, excluded, lambda: _shrink_by_library(core, excluded, ends, config))
     assert child is not None
     if ends:

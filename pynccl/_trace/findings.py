@@ -358,6 +358,29 @@ def _between(world: World, member: Member, sender: int, receiver: int) -> Iterat
     if lone is not None:
         instead = _instead(member, "send", receiver)
         yield f"{_say_call([receiver], lone)}; rank {sender} never sent it: {instead}"
+    yield from _left(member, sends, other, recvs)
+
+
+def _left(sender: Member, sends: Records, receiver: Member, recvs: Records) -> Iterator[str]:
+    """Yield a text if a message that was sent was not received before a later call of both ranks.
+
+    A small message is sent before its receiver comes.
+    """
+    # Without the oldest records, or with a plan, whose calls have none, it may have been received.
+    known = recvs or any(kind.call == "init" for kind in receiver.records.kinds)
+    if not known or any(kind.plan for kind in receiver.records.kinds):
+        return
+    last = int(recvs.numbers("peer_seq").max()) if recvs else 0
+    done = sends.since("peer_seq", last + 1).some(lambda r: r.state == "done")
+    if not done:
+        return
+    seqs, times = sender.records.numbers("seq"), sender.records.numbers("time_ns")
+    later = seqs[(times > done[0].time_ns) & (seqs > 0)]
+    if len(later) and receiver.last >= (seq := int(later.min())):
+        newest = receiver.collective(seq)
+        since = f"#{seq}" if newest is None else say(newest)
+        text = f"rank {receiver.rank} has not received it, and has called {since} since"
+        yield f"{_say_call([sender.rank], done[0])}; {text}"
 
 
 def _first_unequal(sends: Records, recvs: Records) -> tuple[TraceRecord, TraceRecord] | None:

@@ -300,7 +300,8 @@ def _at_address(
             raise ValueError("method is 'tcp://...:0'; expected rank 0's port on the other ranks")
         place = ask(host, port, "", deadline, rank, size)
         with visit(connect(place, deadline, rank, size), place, rank) as store:
-            yield Round(StoreKeys(store, of_rank_0=True), "0", rank, size, deadline)
+            keys = StoreKeys(store, format_address(host, port), of_rank_0=True)
+            yield Round(keys, "0", rank, size, deadline)
         return
     home = Host(host, port, "", deadline)
     try:

@@ -249,7 +249,7 @@ TEST_CASE("signals that nobody waits for") {
     ncclResult_t r = ncclCommFinalize(child);
     if (w.way.processes) {
       CHECK_EQ(r, ncclInvalidUsage);
-      SAYS(last_error(child), "rank 0 sent 1 signals to rank 1, which waited for 0 before ncclCommFinalize");
+      SAYS(last_error(child), "rank 0 sent 1 signal to rank 1, which waited for 0 before ncclCommFinalize");
     }
     OK(ncclCommAbort(child));
   });

@@ -135,6 +135,16 @@ def unmatched_send(rank: int, nranks: int) -> None:
         outlast(0)
 
 
+def left_message(rank: int, nranks: int) -> None:
+    comm = start()
+    if rank == 0:
+        comm.send(ones(4), 1)
+        comm.send(ones(6), 1)
+    elif rank == 1:
+        comm.recv(ones(4), 0)
+    comm.barrier()
+
+
 def too_few_signals(rank: int, nranks: int) -> None:
     comm = start()
     if rank == 0:

@@ -185,16 +185,19 @@ def test_sizes_differ(sizes: list[int]) -> None:
     assert any(re.search(r"rank \d has world_size \d, rank 0 has \d", text) for text in texts)
 
 
-def same_rank(rank: int, nranks: int) -> str:
+def same_rank(rank: int, nranks: int, method: str | None) -> str:
     together(nranks)
     with pytest.raises(BootstrapError) as caught:
-        pynccl.init(rank=0 if rank == 0 else 1, timeout=2)
+        pynccl.init(method, rank=0 if rank == 0 else 1, world_size=nranks, timeout=2)
     return str(caught.value)
 
 
-def test_a_rank_twice() -> None:
-    texts = testing.run(3, same_rank, backend="cpu")
-    assert all("rank 1 of 3 arrived twice" in text for text in texts)
+@pytest.mark.parametrize("by_address", [False, True])
+def test_a_rank_twice(by_address: bool) -> None:
+    method = f"tcp://127.0.0.1:{free_port()}" if by_address else None
+    texts = testing.run(3, same_rank, method, backend="cpu")
+    where = (method or "").removeprefix("tcp://")
+    assert all(f"rank 1 of 3 arrived twice at {where}" in text for text in texts), texts
 
 
 def port_is_taken(rank: int, nranks: int, port: int) -> str:

@@ -33,7 +33,8 @@ def verdict(name: str = "all_reduce", late: str = "; it waits for a call of rank
     call = group._get_backend(torch.device("cpu"))._get_sequence_number_for_group()
     return (
         f"pynccl: Timed out waiting {SECONDS * 1000:.0f}ms for {name} (call {call} of the group) on rank 0 "
-        f"of group '0' (default_pg){late}. The operation goes on: wait again, or abort the group."
+        f"of group '0' (default_pg){late}. "
+        "The operation goes on: wait for its work again, or destroy the group."
     )
 
 

@@ -127,6 +127,13 @@ CASES: list[tuple[Callable[..., None], list[str]]] = [
         ],
     ),
     (
+        programs.left_message,
+        [
+            "rank 0 called send #2 to rank 1 (float32, 6); rank 1 has not received it, "
+            "and has called barrier #4 since"
+        ],
+    ),
+    (
         programs.too_few_signals,
         [
             "rank 0 waits in wait_signal from rank 1 (signal 3, 2 expected); "

@@ -17,6 +17,10 @@ uint64_t next_serial() {
   return ++last;
 }
 
+std::string counted(uint64_t count, const char* what) {
+  return std::to_string(count) + " " + what + (count == 1 ? "" : "s");
+}
+
 }  // namespace
 
 Comm::Comm(int device_, std::shared_ptr<Domain> domain_)
@@ -611,20 +615,20 @@ ncclResult_t Comm::await_leaving() {
     lock.unlock();
     std::string me = "rank " + std::to_string(rank), them = "rank " + std::to_string(q);
     if (sent != theirs.recvs)
-      mismatch(me + " sent " + std::to_string(sent) + " messages to " + them + ", which received " +
+      mismatch(me + " sent " + counted(sent, "message") + " to " + them + ", which received " +
                std::to_string(theirs.recvs) + " before ncclCommFinalize");
     else if (got != theirs.sends)
-      mismatch(them + " sent " + std::to_string(theirs.sends) + " messages to " + me + ", which received " +
+      mismatch(them + " sent " + counted(theirs.sends, "message") + " to " + me + ", which received " +
                std::to_string(got) + " before ncclCommFinalize");
     else if (signalled != theirs.awaited)
-      mismatch(me + " sent " + std::to_string(signalled) + " signals to " + them + ", which waited for " +
+      mismatch(me + " sent " + counted(signalled, "signal") + " to " + them + ", which waited for " +
                std::to_string(theirs.awaited) + " before ncclCommFinalize");
     else if (awaited != theirs.signals)
-      mismatch(them + " sent " + std::to_string(theirs.signals) + " signals to " + me +
-               ", which waited for " + std::to_string(awaited) + " before ncclCommFinalize");
+      mismatch(them + " sent " + counted(theirs.signals, "signal") + " to " + me + ", which waited for " +
+               std::to_string(awaited) + " before ncclCommFinalize");
     else if (uint64_t colls = colls_of_program(*this); colls != theirs.colls)
-      mismatch(me + " issued " + std::to_string(colls) + " collectives, " + them + " " +
-               std::to_string(theirs.colls) + " before ncclCommFinalize");
+      mismatch(me + " issued " + counted(colls, "collective") + " before ncclCommFinalize, " + them + " " +
+               std::to_string(theirs.colls));
     if (error() != ncclSuccess) return error();
   }
   return ncclSuccess;

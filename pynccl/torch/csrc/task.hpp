@@ -319,7 +319,7 @@ class WorkPynccl : public c10d::Work {
                                       const std::string& here) {
     return error_of(c10::str("pynccl: Timed out waiting ", limit.count(), "ms for ", task.name, " (call ",
                              sequence, " of the group) on ", here, task.missing(),
-                             ". The operation goes on: wait again, or abort the group."));
+                             ". The operation goes on: wait for its work again, or destroy the group."));
   }
 
   intrusive_ptr<c10::ivalue::Future> future_of(const TaskPtr& task) {
