@@ -73,7 +73,8 @@ class _Waiting:
         self.next = _FIRST_PAUSE
 
     def pause(self, missing: Callable[[], list[int]]) -> None:
-        if time.monotonic() >= self.until:
-            raise self.late(missing())
+        # The last rank may have come since the caller looked.
+        if time.monotonic() >= self.until and (late := missing()):
+            raise self.late(late)
         time.sleep(self.next)
         self.next = min(2 * self.next, self.longest)

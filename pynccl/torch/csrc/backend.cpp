@@ -619,8 +619,8 @@ void Backend::end(bool abort) {
     // thread may be using it.
     if (size_ > 1)
       bounded(
-          [store = store_, rank = rank_] {
-            if (ended_server(store).empty()) Leavers::add(*store, rank);
+          [stores = *stores_, rank = rank_] {
+            if (stores.ended().empty()) Leavers::add(*stores.group(), rank);
           },
           kLeaveSeconds, "", false);
   } catch (const std::exception&) {  // the store has ended, and the ranks that wait in it notice that

@@ -164,7 +164,7 @@ Backend::Meeting Backend::meeting(const std::string& name) {
   StorePtr store = stores_->made_common();
   if (!store) {
     // torch tries until the group's time-out to reach a store that has ended.
-    if (const std::string server = ended_server(store_); !server.empty())
+    if (const std::string server = stores_->ended(); !server.empty())
       C10_THROW_ERROR(DistBackendError,
                       c10::str("pynccl: ", name, " on ", here(), ": the store at ", server,
                                " is gone, in which the ranks meet: the process that served it has ended"));

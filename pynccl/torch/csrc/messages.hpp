@@ -10,7 +10,6 @@
 #include <set>
 
 #include "runner.hpp"
-#include "store_server.hpp"
 
 namespace pynccl {
 
@@ -18,9 +17,6 @@ constexpr int kAnySource = -1;
 // On the store; torch counts its milliseconds in an int.
 constexpr Milliseconds kLongWait = std::chrono::hours(24);
 constexpr Milliseconds kLookForLeavers{500};
-// Between two looks whether the store's server listens. Each is a connection, for whose name torch's server
-// asks, while all others wait.
-constexpr std::chrono::seconds kLookAtServer{3};
 
 // How errors name this rank and others. `global` are the global ranks; empty: use the group's own.
 struct Names {
@@ -97,8 +93,7 @@ class Watch {
   }
 
   // torch tries until the group's time-out to reach a store that has ended.
-  void check_server(const intrusive_ptr<c10d::Store>& store) const {
-    const std::string server = ended_server(store);
+  void check_server(const std::string& server) const {
     if (!server.empty())
       C10_THROW_ERROR(DistBackendError, c10::str(title_, "the store at ", server,
                                                  " is gone, which ranks need for their first message to each "
@@ -521,8 +516,7 @@ class Messages : public std::enable_shared_from_this<Messages> {
       const std::vector<int> pair{sends ? rank : peer, sends ? peer : rank};
       return attempt.init(2, id, sends ? 0 : 1, wording, pair, [&watch] { watch.check(); });
     };
-    auto explained = [make, store = stores_.group(),
-                      watch = Watch(group_, names_, peer)](Attempt& attempt) mutable {
+    auto explained = [make, stores = stores_, watch = Watch(group_, names_, peer)](Attempt& attempt) mutable {
       try {
         return make(attempt);
       } catch (const c10::DistBackendError&) {
@@ -530,7 +524,7 @@ class Messages : public std::enable_shared_from_this<Messages> {
         throw;
       } catch (const std::exception&) {  // of the store
         watch.explain();
-        watch.check_server(store);
+        watch.check_server(stores.ended(Milliseconds(0)));
         throw;
       }
     };
@@ -546,7 +540,7 @@ class Messages : public std::enable_shared_from_this<Messages> {
 
   // Connects to the store in a thread of its own, since its server may end meanwhile.
   static StorePtr reach(const Stores& stores, const Attempt& attempt, Watch& watch) {
-    if (stores.look_after(kLookAtServer)) watch.check_server(stores.group());
+    watch.check_server(stores.ended());
     if (StorePtr made = stores.made_common()) return made;
     auto made = std::make_shared<std::promise<StorePtr>>();
     std::thread([stores, made] { made->set_value(stores.common()); }).detach();
@@ -554,7 +548,7 @@ class Messages : public std::enable_shared_from_this<Messages> {
     while (own.wait_for(kSlice) != std::future_status::ready) {
       if (attempt.stopped()) return nullptr;
       watch.check();
-      if (stores.look_after(kLookAtServer)) watch.check_server(stores.group());
+      watch.check_server(stores.ended());
     }
     return own.get();
   }

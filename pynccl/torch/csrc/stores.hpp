@@ -16,7 +16,13 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <utility>
 
+#include "store_server.hpp"
+
 namespace pynccl {
+
+// Between two looks whether a store's server listens. Each is a connection, for whose name torch's server
+// asks, while all others wait.
+constexpr std::chrono::seconds kLookAtServer{3};
 
 namespace detail {
 
@@ -108,12 +114,16 @@ class Connections : public std::enable_shared_from_this<Connections> {
     return for_all_;
   }
 
-  bool look_after(std::chrono::steady_clock::duration pause) {
+  std::string ended(std::chrono::steady_clock::duration pause) {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      const auto now = std::chrono::steady_clock::now();
+      if (looked_ && now - *looked_ < pause) return ended_;
+      looked_ = now;
+    }
+    const std::string found = ended_server(base_);
     std::lock_guard<std::mutex> lock(mutex_);
-    const auto now = std::chrono::steady_clock::now();
-    if (looked_ && now - *looked_ < pause) return false;
-    looked_ = now;
-    return true;
+    return ended_ = found;
   }
 
  private:
@@ -122,6 +132,7 @@ class Connections : public std::enable_shared_from_this<Connections> {
   Store to_wait_on_, for_all_;
   bool leased_ = false;
   std::optional<std::chrono::steady_clock::time_point> looked_;
+  std::string ended_;
 };
 
 }  // namespace detail
@@ -184,8 +195,10 @@ class Stores {
     auto base = connections_->made_for_all();
     return base ? over(base, nullptr) : nullptr;
   }
-  // Whether nobody of this process has looked for so long if the server listens; the caller does.
-  bool look_after(std::chrono::steady_clock::duration pause) const { return connections_->look_after(pause); }
+  // HOST:PORT of the server if it has ended, as this process has found out in this time.
+  std::string ended(std::chrono::steady_clock::duration pause = kLookAtServer) const {
+    return connections_->ended(pause);
+  }
   // For one user that waits as long as the group lives.
   StorePtr another() const {
     auto own = detail::clone(*group_, 0);
