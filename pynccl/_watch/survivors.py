@@ -155,8 +155,11 @@ class Survivors:
 
         Their failure may be known to another communicator only, for example to one that was split from this.
         """
+        return named & ~self._responding(named & ~self.watch.suspects)
+
+    def _responding(self, unsure: int) -> int:
+        """Return those of these ranks that give a sign of life now."""
         deadline = time.monotonic() + _RESPONSE * -(-self.size // lib.PYNCCL_FAST_RANKS)
-        unsure = named & ~self.watch.suspects
         heard = {rank: self._heard(rank) for rank in ranks_in(unsure)}
         respond = 0
         while unsure and time.monotonic() < deadline:
@@ -165,7 +168,7 @@ class Survivors:
             silent = set_of(r for r in ranks_in(unsure) if fates[r] & (_GONE | _SILENT | _DEPARTURE))
             respond |= set_of(r for r in ranks_in(unsure & ~silent) if self._heard(r) != heard[r])
             unsure &= ~(silent | respond)
-        return named & ~respond
+        return respond
 
     def _heard(self, rank: int) -> int:
         return lib.pynccl_watch_heard(self.watch.c, rank)
@@ -230,10 +233,14 @@ class Survivors:
         self._flush()
 
     def _wait_for_decision(self) -> None:
-        deadline = time.monotonic() + (self.watch.timeout or SECONDS)
+        limit, began = self.watch.timeout or SECONDS, time.monotonic()
+        deadline = began + limit
         too_few: float | None = None
+        all_heard = False
         while self.states[-1].decision is None:
             self.pump(_SLICE_MS)
+            if self.kind == LEAVING_OUT:
+                self.watch.waits(time.monotonic() - began, limit)
             state, now = self.states[-1], time.monotonic()
             self._must_be_well(state.view)
             if self.well and self.watch.verdict() is not None:
@@ -255,7 +262,13 @@ class Survivors:
             if state.decision is None:
                 self._must_not_be_given_up()
             if state.decision is None and now >= deadline:
-                raise self._late(agreement.awaited(state))
+                late = agreement.awaited(state)
+                if all_heard or self.kind != LEAVING_OUT or late & ~self._responding(late):
+                    raise self._late(late)
+                # They may wait for a rank that does not respond.
+                self.watch.hear()
+                self.watch.raise_verdict()
+                all_heard = True
 
     def _ask_for_ends(self, deadline: float) -> None:
         """Ask the launcher which of the lost ranks have ended."""
@@ -296,7 +309,7 @@ class Survivors:
     def _late(self, awaited: int) -> RankFailedError:
         newest = [self.watch.begun.get((self.kind, r), 0) for r in ranks_in(awaited)]
         # A rank that gave up an earlier attempt is only late in this one.
-        if newest and all(begun <= -self.attempt for begun in newest):
+        if self.kind == GROWING and newest and all(begun <= -self.attempt for begun in newest):
             return self._out("did not wait for")
         return self._absent(awaited)
 

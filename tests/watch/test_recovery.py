@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -342,9 +343,13 @@ def shrinks_as_if_all_were_well(rank: int, nranks: int, timeout: float | None) -
     comm.barrier()
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    first = failure(comm.barrier)
-    again = failure(lambda: comm.shrink(exclude=[1]))
-    assert type(again) is type(first)
+    with pytest.raises(NcclError) as caught:
+        comm.barrier()
+    first = caught.value
+    with pytest.raises(NcclError) as caught:
+        comm.shrink(exclude=[1])
+    again = caught.value
+    assert type(again) is type(first) is (RankFailedError if timeout else NcclRemoteError)
     if timeout:
         assert first.ranks == again.ranks == [1]
         assert str(again) == f"{first}; after a failed call only shrink(exclude, abort=True) goes on"
@@ -358,6 +363,32 @@ def shrinks_as_if_all_were_well(rank: int, nranks: int, timeout: float | None) -
 def test_only_shrink_with_abort_goes_on_after_a_failed_call(timeout: float | None) -> None:
     results = run(3, shrinks_as_if_all_were_well, timeout, backend="cpu", check=False, timeout=50)
     assert results[0] == results[2] == 2
+
+
+def shrinks_while_another_waits(rank: int, nranks: int, what: str) -> tuple[list[int], int]:
+    """Rank 3 is stopped; rank 0 waits for it in another call while the others shrink without it."""
+    comm = pynccl.init(timeout=3)
+    pid = int(comm.all_gather(np.array([os.getpid()]))[3][0])
+    together(nranks)
+    if rank == 3:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        comm.abort()
+        return [], 0
+    waits = partial(comm.split, 0) if what == "split" else partial(comm.recv, np.zeros(4), 3)
+    with pytest.raises(RankFailedError) as caught:
+        waits() if rank == 0 else comm.shrink(exclude=[3])
+    small = comm.shrink(exclude=caught.value.ranks, abort=True)
+    size = int(total(small))
+    together(3, "shrunk")
+    if rank == 0:
+        os.kill(pid, signal.SIGCONT)
+    return caught.value.ranks, size
+
+
+@pytest.mark.parametrize("what", ["split", "recv"])
+def test_a_rank_that_waits_for_another_is_not_blamed_by_a_shrink(what: str) -> None:
+    results = run(4, shrinks_while_another_waits, what, backend="cpu", check=False, timeout=50)
+    assert results[:3] == [([3], 3)] * 3, results
 
 
 def excludes_another(rank: int, nranks: int) -> str:
