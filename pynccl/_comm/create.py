@@ -26,6 +26,10 @@ from pynccl._watch.watchdog import DEATH_MS, Look
 
 # Seconds for the answer of the CPU library after the time-out.
 _ANSWER = 0.5
+# The process that made the id tells its time-out, and who is missing, to the ranks that have come.
+_NO_ANSWER = (
+    "the process that made the unique id does not respond: it is stopped, or its machine is overloaded"
+)
 
 
 def create(
@@ -54,6 +58,8 @@ def create(
         except NcclTimeoutError as error:
             if error.detail:
                 recorder.dump_because("timeout", str(error))
+            elif by_library and not error.ranks:
+                error.args = (f"{error}; {_NO_ANSWER}",)
             raise
         take(core, handle, look=look, grace=grace)
 

@@ -607,6 +607,33 @@ def test_an_old_rank_comes_to_grow_after_the_others(tmp_path: Path) -> None:
             assert took < 2 + SOON
 
 
+def stops_after_it_made_the_id(rank: int, nranks: int, folder: str) -> Outcome | None:
+    """Rank 0 makes the unique id and is stopped; the last rank, a new one, joins."""
+    if rank == nranks - 1:
+        joins = partial(Communicator.join, nranks, read_id(folder, "first"), rank, timeout=2)
+        came = outcome(joins)
+        os.kill(int(Path(folder, "pid").read_text()), signal.SIGCONT)
+        return came
+    comm = pynccl.init(rank=rank, world_size=nranks - 1)
+    if rank == 0:
+        Path(folder, "pid").write_text(str(os.getpid()))
+    shared_id(comm, folder, "first")
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    together(nranks - 1)
+    comm.abort()
+    return None
+
+
+def test_the_maker_of_the_id_is_stopped(tmp_path: Path) -> None:
+    *_, (kind, ranks, text, took) = run(
+        3, stops_after_it_made_the_id, str(tmp_path), backend="cpu", timeout=40
+    )
+    assert (kind, ranks) == ("NcclTimeoutError", [])
+    assert "the process that made the unique id does not respond" in text
+    assert took < 2 + SOON
+
+
 def is_slow_while_it_grows(rank: int, nranks: int, late: int, where: str, how: str, folder: str) -> Outcome:
     """Rank `late` is slow or stopped in a function while it grows with the last rank, a new one."""
     old = nranks - 1
