@@ -296,7 +296,8 @@ class Communicator(Operations, Hinting):
         Also raises TypeError or ValueError for wrong arguments, NcclTimeoutError if it takes too long, and
         another NcclError if the creation fails.
         """
-        if quorum not in ("majority", None):
+        # An array compares by elements.
+        if quorum is not None and not (isinstance(quorum, str) and quorum == "majority"):
             raise ValueError(f"quorum is {shown(quorum)}; expected 'majority' or None")
         if not isinstance(abort, bool):
             raise TypeError(f"abort is {shown(abort)}; expected True or False")

@@ -433,7 +433,7 @@ def test_survivors_that_silently_cannot_reach_each_other() -> None:
 @on_ranks(2, timeout=30)
 def test_wrong_quorum(rank: int, nranks: int) -> None:
     with pynccl.init(timeout=10) as comm:
-        for value in ("all", 2, True):
+        for value in ("all", 2, True, np.ones(4)):
             with pytest.raises(ValueError, match="quorum is .*; expected 'majority' or None"):
                 comm.shrink(exclude=[1 - rank], quorum=value)  # type: ignore[arg-type]
         with pytest.raises(TypeError, match="abort is 'x'; expected True or False"):
