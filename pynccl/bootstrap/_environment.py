@@ -168,7 +168,8 @@ def _number(environ: Mapping[str, str], name: str) -> int | None:
     if text is None:
         return None
     if not _NUMBER.fullmatch(text):
-        raise BootstrapError(f"{name} is {text!r}; expected a number from 0 to 999999999, set by the launcher")
+        expected = "a number from 0 to 999999999, set by the launcher"
+        raise BootstrapError(f"{name} is {text!r}; expected {expected}")
     return int(text)
 
 
