@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from meeting import hear, store, tell
+from meeting import hear, store, tell, together
 from pynccl import testing
 from torch_ranks import on_ranks, start
 
@@ -216,6 +216,8 @@ def trains(rank: int, size: int, path: str, backend: str, stops: bool) -> tuple[
     """Rank 1 is stopped, or late, in the third step."""
     torch.set_num_threads(1)
     start(rank, size, f"file://{path}", backend, seconds=SECONDS)
+    # gloo does not wait for a rank that is still in its imports.
+    together(size)
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(50, 50))
     for _ in range(2):
         model(torch.randn(4, 50)).sum().backward()
