@@ -370,15 +370,14 @@ def _left(sender: Member, sends: Records, receiver: Member, recvs: Records) -> I
     known = recvs or any(kind.call == "init" for kind in receiver.records.kinds)
     if not known or any(kind.plan for kind in receiver.records.kinds):
         return
-    last = int(recvs.numbers("peer_seq").max()) if recvs else 0
-    done = sends.since("peer_seq", last + 1).some(lambda r: r.state == "done")
+    done = _beyond(sends, recvs).some(lambda r: r.state == "done")
     if not done:
         return
     seqs, times = sender.records.numbers("seq"), sender.records.numbers("time_ns")
     later = seqs[(times > done[0].time_ns) & (seqs > 0)]
     if len(later) and receiver.last >= (seq := int(later.min())):
-        newest = receiver.collective(seq)
-        since = f"#{seq}" if newest is None else say(newest)
+        call = receiver.collective(seq)
+        since = f"#{seq}" if call is None else say(call)
         text = f"rank {receiver.rank} has not received it, and has called {since} since"
         yield f"{_say_call([sender.rank], done[0])}; {text}"
 
@@ -397,10 +396,15 @@ def _first_unequal(sends: Records, recvs: Records) -> tuple[TraceRecord, TraceRe
     return (sends[out[differ[0]]], recvs[into[differ[0]]]) if len(differ) else None
 
 
+def _beyond(calls: Records, others: Records) -> Records:
+    """Return the calls without a counterpart on the other rank."""
+    last = int(others.numbers("peer_seq").max()) if others else 0
+    return calls.since("peer_seq", last + 1)
+
+
 def _unmet(calls: Records, others: Records) -> TraceRecord | None:
     """Return the first incomplete call without a counterpart on the other rank."""
-    last = int(others.numbers("peer_seq").max()) if others else 0
-    return next(iter(calls.since("peer_seq", last + 1).some(lambda r: r.state != "done")), None)
+    return next(iter(_beyond(calls, others).some(lambda r: r.state != "done")), None)
 
 
 def _instead(member: Member, call: str, peer: int) -> str:
