@@ -133,7 +133,7 @@ class Recording:
             raise
 
     def _failed_comm(self, result: int) -> int:
-        """Return the handle of a communicator whose failure a group returned, 0 if that of none."""
+        """Return the handle of the communicator that failed with a group's result, or 0."""
         for core in self.cores():
             # Another thread may have closed it.
             with suppress(NcclError):

@@ -36,7 +36,7 @@
 #include "lines.h"
 
 #define TICK_MS 50
-// What many ranks hear of each other within this time they tell together.
+// Many ranks tell together what they hear of each other within this time.
 #define NEWS_NS (10 * MS)
 // Between heartbeats: within ENDING_NS.
 #define BEAT_NS (1000 * MS)
@@ -132,7 +132,7 @@ struct pynccl_watch {
   int doubtful;        // how many connections have ended, and that is not told yet
   pynccl_loss* pairs;  // losses to be told
   int pair_count, pair_capacity;
-  int more_lost;      // since pynccl_find_gone()
+  int more_lost;      // losses have come since pynccl_find_gone()
   uintptr_t handle;   // 0: the watchdog must not use it any more
   uintptr_t context;  // the CUDA context of the events
   int touching, responding, ended;

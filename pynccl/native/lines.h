@@ -12,7 +12,7 @@
 #define MOST_OUTPUT (1 << 20)
 // The bytes that encryption adds to a frame.
 #define TAG_BYTES 16
-// Received in one system call; and the output that one sends, where many frames come at a time.
+// The most frames that one system call receives, and the bytes of output at which a corked line sends.
 #define INPUT_FRAMES 16
 #define CORKED_BYTES (1 << 16)
 

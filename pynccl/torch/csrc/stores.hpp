@@ -195,7 +195,8 @@ class Stores {
     auto base = connections_->made_for_all();
     return base ? over(base, nullptr) : nullptr;
   }
-  // HOST:PORT of the server if it has ended, as this process has found out in this time.
+  // HOST:PORT of the server if it has ended; empty: it listens, or nothing is known. The answer may be as old
+  // as `pause`.
   std::string ended(std::chrono::steady_clock::duration pause = kLookAtServer) const {
     return connections_->ended(pause);
   }
