@@ -15,7 +15,7 @@ from pynccl._comm.end import abort, abort_if_made
 from pynccl._comm.recording import cores
 from pynccl._device.blocking import bounded, with_outside
 from pynccl._device.devices import on_device
-from pynccl._errors import NcclInvalidArgument, NcclRemoteError, NcclTimeoutError, RankFailedError
+from pynccl._errors import NcclError, NcclInvalidArgument, NcclRemoteError, NcclTimeoutError, RankFailedError
 from pynccl._library import loader
 from pynccl._library.binding import address_of, lib
 from pynccl._library.generated import kinds
@@ -84,28 +84,32 @@ def take(
     owned: bool = True,
     with_channel: bool = True,
     look: Look | None = None,
-    derived: bool = False,
+    explain: Callable[[NcclTimeoutError], NcclError] | None = None,
     grace: float = 0.0,
 ) -> None:
     """Set up `core` with the library's communicator; abort the communicator if that fails.
 
-    If it is `derived`, its parent knows which ranks have died. To this communicator, a rank that
-    aborts it after the death of another rank looks dead. An NcclTimeoutError has the parent's numbers of the
-    ranks.
+    A derived communicator's parent knows which ranks have died. To this communicator, a rank that
+    aborts it after the death of another rank looks dead. `explain` is the parent's account of an
+    NcclTimeoutError, which has the parent's numbers of the ranks.
     """
     core.handle, core.owned = handle, owned
     lifetime.living.add(core)
     try:
         _set_up(core, handle, owned, with_channel, look, grace)
     except BaseException as error:
-        death = None if derived else _death(core, error)
-        if derived and isinstance(error, NcclTimeoutError):
+        found: NcclError | None = None
+        if explain is None:
+            found = _death(core, error)
+        elif isinstance(error, NcclTimeoutError):
             error.ranks = _in_parent(handle, error.ranks)
+            # The abort ends the waits of other ranks, which then no longer know for whom they waited.
+            found = explain(error)
         # Other ranks may have succeeded, and wait for this rank: the abort tells them.
         abort(core)
-        if death is None:
+        if found is None or found is error:
             raise
-        raise death from error
+        raise found from (error if explain is None else None)
     core.until = None
 
 

@@ -95,15 +95,20 @@ def abort_child(child: Core | None) -> None:
 
 def _take(core: Core, child: Core, handle: int, what: str) -> None:
     """Set up the derived communicator; report failed ranks by the parent's watchdog."""
-    try:
-        take(child, handle, look=core.watch.raise_verdict, derived=True)
-    except NcclTimeoutError as error:
+    late: NcclError | None = None
+
+    def explain(error: NcclTimeoutError) -> NcclError:
+        nonlocal late
         core.watch.hear()
         text = f"{what} took longer than {rounded(core.timeout)} s on rank {core.rank}"
-        raise core.watch.expire(text, error.ranks) or error from None
+        late = core.watch.expire(text, error.ranks) or error
+        return late
+
+    try:
+        take(child, handle, look=core.watch.raise_verdict, explain=explain)
     except NcclError as error:
         # A rank that has raised its error of an agreed failure may abort, which explains nothing here.
-        if error.agreed:
+        if error is late or error.agreed:
             raise
         found = core.watch.cause(error)
         if found is error:

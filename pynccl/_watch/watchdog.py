@@ -369,8 +369,15 @@ class Watch:
         else:
             capi.ncclAllGather(mine, pointer, size, int(DataType.UINT8), live(), stream)
         wait = streams.wait_cpu if self.c.waits else streams.wait_cuda
-        if not (streams.wait_ready(live, deadline) and wait(live, stream, deadline)):
-            late = awaited_ranks(live(), self.size) if self.c.waits else []
+
+        def over() -> bool:
+            return streams.wait_ready(live, deadline) and wait(live, stream, deadline)
+
+        if over():
+            return
+        late = awaited_ranks(live(), self.size) if self.c.waits else []
+        # Meanwhile the last rank may have come, or another one have given up.
+        if late or not over():
             who = rank_list(late) if late else "the other ranks"
             raise NcclTimeoutError(
                 f"rank {self.rank} of {self.size} timed out while it waited for {who} to open the control "
