@@ -40,6 +40,9 @@ _KEY = 16
 # Seconds for a connection to prove the key, for each 64 ranks, and for a rank to connect after the library
 # reported an error.
 _HELLO_SECONDS = 5.0
+# Seconds that all ranks have for a short step once each of them has come, however late the last one was:
+# otherwise ranks that wait for one another would be blamed.
+_STEP_SECONDS = 1.0
 _LAST_SECONDS = 0.5
 _SLICE = 0.1
 _HELLO = struct.Struct("!16sII")
@@ -88,6 +91,11 @@ def handing_over(lines: _Lines | None) -> Iterator[None]:
             _all_lines.discard(lines)
 
 
+def time_for_a_step(deadline: float | None) -> float | None:
+    """Return the deadline of a step for which all ranks have come just now."""
+    return None if deadline is None else max(deadline, time.monotonic() + _STEP_SECONDS)
+
+
 # A function that gathers an equal number of bytes from every rank.
 Gather = Callable[[bytes], list[bytes]]
 
@@ -132,7 +140,7 @@ def connect(
         answers = _exchange(rank, size, gather, mine, failure)
         assert listener is not None
         lines.agree([answer[_PLACE.size :] for answer in answers])
-        links = _Links(rank, size, lines.missing, secret, key, listener, deadline)
+        links = _Links(rank, size, lines.missing, secret, key, listener, time_for_a_step(deadline))
         opened.callback(links.close)
         links.call([_unpack_place(answer[: _PLACE.size]) for answer in answers])
         late = links.answer(look)

@@ -136,7 +136,7 @@ class Watch:
         milliseconds = 0 if self.timeout is None else max(1, int(self.timeout * 1000))
         with _thread() as no_thread:
             if with_channel and self.size > 1:
-                opened = self._connect(handle, no_thread, deadline, look)
+                opened = self._connect(handle, no_thread, channel.time_for_a_step(deadline), look)
                 lines, mesh = opened.lines, opened.mesh
                 connections, number = lines.connections, lines.number
                 late = opened.late

@@ -55,20 +55,22 @@ class Facts(NamedTuple):
 class Failure(NamedTuple):
     """The reason why no communicator is created: a text, and the ranks that died or do not respond.
 
-    With `asks`, the time-out of a rank: each rank has to answer, and the verdict follows. `late`: the ranks
-    for which a rank that timed out waited.
+    With `asks`, the time-out of a rank: each rank has to answer, and the verdict follows. `late`: the known
+    ones of the ranks for which a rank that timed out waited; None: the reason is no time-out.
     """
 
     text: str
     dead: tuple[int, ...] = ()
     asks: bool = False
-    late: tuple[int, ...] = ()
+    late: tuple[int, ...] | None = None
 
     def error(self) -> NcclError:
         """Return the exception that every rank raises."""
         if self.dead:
             return RankFailedError(self.text, ranks=self.dead)
-        return NcclTimeoutError(self.text, ranks=self.late) if self.late else BootstrapError(self.text)
+        if self.late is None:
+            return BootstrapError(self.text)
+        return NcclTimeoutError(self.text, ranks=self.late)
 
 
 class Arrival(NamedTuple):
@@ -104,10 +106,14 @@ def failure_of(rank: int, size: int, error: BaseException) -> Failure:
     """Return the failure that reports a rank's error to the other ranks."""
     if isinstance(error, RankFailedError):
         return Failure(str(error)[:_LONGEST_TEXT], tuple(error.ranks))
+    late = tuple(error.ranks) if isinstance(error, NcclTimeoutError) else None
     if isinstance(error, NcclError) and error.relayed:
-        return Failure(str(error)[:_LONGEST_TEXT])
-    late = tuple(error.ranks) if isinstance(error, NcclTimeoutError) else ()
-    return Failure(f"rank {rank} of {size} failed: {describe(error)}", late=late)
+        text = str(error)
+    elif late is not None:
+        text = f"rank {rank} of {size} reports: {error}"
+    else:
+        text = f"rank {rank} of {size} failed: {describe(error)}"
+    return Failure(text[:_LONGEST_TEXT], late=late)
 
 
 def failure_of_rank_0(size: int, error: BaseException) -> Failure:
@@ -165,7 +171,9 @@ def _failure(said: Any) -> Failure | None:
     if said is None:
         return None
     text, dead, asks, late = said
-    return Failure(str(text), tuple(map(int, dead)), bool(asks), tuple(map(int, late)))
+    return Failure(
+        str(text), tuple(map(int, dead)), bool(asks), None if late is None else tuple(map(int, late))
+    )
 
 
 @contextmanager

@@ -62,6 +62,7 @@ typedef struct pynccl_peer {
   int late;              // it never began: the rank did not connect in time
   int named;             // another rank's verdict names it as failed
   int64_t heard;         // when its last frame or news came, by pynccl_watchdog.awake
+  int awaited;           // a call of this rank waited for it when pynccl_watch_hear asked the ranks
   int64_t owes;          // since when it has not answered a question, by the same clock; 0: it has
   uint64_t seen;         // the number of its last flooded frame
   uint64_t posted, got;  // the serials of the last frames posted to it, and by it and taken in order

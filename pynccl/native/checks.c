@@ -342,7 +342,7 @@ static void pynccl_check_timed_out(pynccl_watch* w, int64_t waited) {
   pynccl_say_who_lacks(w, open, what, sizeof what);
   pynccl_say(what, sizeof what, " did not come within %g s", (double)waited / 1e9);
   pynccl_verdict v;
-  pynccl_explain(w, what, NULL, 0, 1, &v);
+  pynccl_explain(w, what, NULL, 0, PYNCCL_HEARD, &v);
   // Numbers of calls say nothing here: a call counts only after the comparison.
   if (v.trouble == PYNCCL_TIMED_OUT) {
     v.count = 0;

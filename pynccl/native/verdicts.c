@@ -347,10 +347,14 @@ static int pynccl_all_respond(const pynccl_watch* w) {
   return pynccl_age_of_news(w) < 2 * BEAT_NS;
 }
 
-// Whether the library says that a call of this rank waits for another rank; only the CPU library can tell.
-static int pynccl_awaits(const pynccl_watch* w, int rank) {
+int pynccl_awaits(const pynccl_watch* w, int rank) {
   int awaited = 0;
   return w->handle && !pyncclCpuIsAwaited(w->handle, rank, &awaited) && awaited;
+}
+
+// Whether a call of this rank waits for another rank, or did so at the time-out.
+static int pynccl_is_awaited(const pynccl_watch* w, int rank, int heard) {
+  return (heard == PYNCCL_HEARD_AT_TIMEOUT && w->peers[rank].awaited) || pynccl_awaits(w, rank);
 }
 
 // Whether a rank may be late: another one that has not closed its communicator, and can be asked.
@@ -362,7 +366,7 @@ static int pynccl_can_be_late(const pynccl_watch* w, int rank) {
 // only these are late. This rank may wait in a call that is not counted, such as ncclCommSplit: if it has
 // made fewer calls itself, or nobody has, the ranks are late for which it waits and which have made no more.
 // Returns whether it waits in such a call.
-static int pynccl_add_ranks_behind(const pynccl_watch* w, pynccl_verdict* v) {
+static int pynccl_add_ranks_behind(const pynccl_watch* w, int heard, pynccl_verdict* v) {
   const uint64_t mine = pynccl_calls_of(w, w->rank);
   uint64_t most = 0;
   int behind = 0, both = 0;
@@ -371,13 +375,14 @@ static int pynccl_add_ranks_behind(const pynccl_watch* w, pynccl_verdict* v) {
   for (int r = 0; r < w->size; ++r) {
     if (!pynccl_can_be_late(w, r) || pynccl_calls_of(w, r) == most) continue;
     behind = 1;
-    both |= pynccl_awaits(w, r);
+    both |= pynccl_is_awaited(w, r, heard);
   }
   const int uncounted = mine < most || !behind;
   for (int r = 0; r < w->size; ++r) {
     if (!pynccl_can_be_late(w, r)) continue;
     const uint64_t calls = pynccl_calls_of(w, r);
-    if (uncounted ? calls <= mine && pynccl_awaits(w, r) : calls < most && (!both || pynccl_awaits(w, r)))
+    if (uncounted ? calls <= mine && pynccl_is_awaited(w, r, heard)
+                  : calls < most && (!both || pynccl_is_awaited(w, r, heard)))
       pynccl_add_rank(v, r);
   }
   return uncounted;
@@ -415,7 +420,7 @@ void pynccl_explain(const pynccl_watch* w, const char* what, const int* awaited,
   if (v->count || !connected) return;
   for (int i = 0; i < count; ++i) pynccl_add_rank(v, awaited[i]);
   // The counts that follow do not show for which ranks such a call waits. Counts that may be old prove less.
-  const int uncounted = count || pynccl_add_ranks_behind(w, v);
+  const int uncounted = count || pynccl_add_ranks_behind(w, heard, v);
   if ((uncounted || !heard) && v->count) pynccl_say_awaited(v);
   int hidden = 0;
   for (int r = 0; r < w->size; ++r) hidden |= w->peers[r].hidden;

@@ -115,7 +115,7 @@ static void pynccl_inspect(pynccl_watch* w, int64_t now) {
                (unsigned long)oldest.stream, seconds);
   pynccl_say_signals(w->comm, what, sizeof what);
   pynccl_verdict v;
-  pynccl_explain(w, what, NULL, 0, 1, &v);
+  pynccl_explain(w, what, NULL, 0, PYNCCL_HEARD, &v);
   pynccl_conclude(w, &v);
 }
 
@@ -461,8 +461,11 @@ int pynccl_watch_decides(pynccl_comm* comm) {
 
 void pynccl_watch_hear(pynccl_comm* comm) {
   if (!comm->watch) return;
+  pynccl_watch* w = comm->watch;
   pthread_mutex_lock(&pynccl_watchdog.lock);
-  pynccl_hear_all(comm->watch);
+  // A rank that comes while this one hears the others was late, too.
+  for (int r = 0; r < w->size; ++r) w->peers[r].awaited = pynccl_awaits(w, r);
+  pynccl_hear_all(w);
   pthread_mutex_unlock(&pynccl_watchdog.lock);
 }
 
@@ -474,7 +477,7 @@ int pynccl_watch_expire(pynccl_comm* comm, const char* what, const int* awaited,
   if (w->verdict.trouble) {
     *out = w->verdict;
   } else {
-    pynccl_explain(w, what, awaited, count, publish, out);
+    pynccl_explain(w, what, awaited, count, publish ? PYNCCL_HEARD_AT_TIMEOUT : PYNCCL_NOT_HEARD, out);
     if (publish && w->listed) pynccl_conclude(w, out);
   }
   pthread_mutex_unlock(&pynccl_watchdog.lock);

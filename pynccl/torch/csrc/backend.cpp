@@ -14,8 +14,9 @@ namespace {
 constexpr Milliseconds kEndSeconds{5000}, kLeaveSeconds{500};
 
 // Runs a blocking call in a separate thread, so that signals and the time limit work. An abandoned call keeps
-// its captured objects alive.
-void bounded(std::function<void()> call, Milliseconds limit, const std::string& what, bool signals) {
+// its captured objects alive. The error at the limit ends with `late`.
+void bounded(std::function<void()> call, Milliseconds limit, const std::string& what, bool signals,
+             const std::function<std::string()>& late = nullptr) {
   struct State {
     std::mutex mutex;
     std::condition_variable changed;
@@ -40,8 +41,8 @@ void bounded(std::function<void()> call, Milliseconds limit, const std::string& 
   while (!state->changed.wait_for(lock, kSlice, [&] { return state->done; })) {
     if (signals) check_signals();
     if (Clock::now() >= deadline)
-      C10_THROW_ERROR(DistBackendError,
-                      c10::str("pynccl: ", what, " took longer than ", limit.count(), "ms"));
+      C10_THROW_ERROR(DistBackendError, c10::str("pynccl: ", what, " took longer than ", limit.count(), "ms",
+                                                 late ? late() : ""));
   }
   if (state->error) std::rethrow_exception(state->error);
 }
@@ -536,7 +537,8 @@ void Backend::for_each_comm(const std::string& name, const CommCall& call) {
           if (!lane->device.is_cpu()) guard.reset_device(lane->device);
           comm->check(call(*lane, comm->handle()), name);
         },
-        options_->timeout, c10::str(name, " on ", here()), true);
+        options_->timeout, c10::str(name, " on ", here()), true,
+        [comm = lane->comm] { return comm->waits_for(); });
   }
 }
 
@@ -700,9 +702,10 @@ void Backend::adopt(c10::Device device, CommPtr comm) {
   auto lock = entered();
   LanePtr on = lane(device);
   int count = 0;
-  comm->check(on->api->ncclCommCount(comm->handle(), &count), "ncclCommCount");
+  // Where another rank has dropped its new group already, the first operation says so.
+  const bool known = !failed(comm->settle(on->api->ncclCommCount(comm->handle(), &count)));
   // Operations would write behind the end of their tensors.
-  if (count != size_)
+  if (known && count != size_)
     C10_THROW_ERROR(DistBackendError, c10::str("pynccl: the communicator for ", here(), " has ", count,
                                                " ranks, expected ", size_));
   on->comm = comm;

@@ -74,6 +74,13 @@ class Comm {
     return ranks;
   }
 
+  // For the end of a message: "; it waits for rank 1".
+  std::string waits_for() const {
+    const std::vector<int> ranks = awaited();
+    if (ranks.empty()) return "";
+    return c10::str("; it waits for rank", ranks.size() > 1 ? "s " : " ", c10::Join(", ", ranks));
+  }
+
   // Waits for the result of a call in progress.
   ncclResult_t settle(ncclResult_t result, const std::function<bool()>& stopped = nullptr) const {
     for (auto pause = std::chrono::microseconds(1); result == ncclInProgress; pause *= 2) {
