@@ -64,7 +64,8 @@ def init(
     rank on its machine; init makes it the current device.
 
     `timeout` bounds the rendezvous and every later wait, in seconds; its default is PYNCCL_TIMEOUT. Without
-    both the rendezvous may take 300 s, and later waits have no limit.
+    both the rendezvous may take 300 s, and later waits have no limit. The import of torch for torchrun's
+    store does not count.
 
     If a rank fails, every rank raises its error. BootstrapError names ranks that do not arrive in time, two
     ranks with one device, and ranks with different libraries. Also raises RankFailedError if a rank dies,
@@ -74,9 +75,9 @@ def init(
     _require(rank, world_size, device, timeout)
     limit = resolve_timeout(timeout)
     seconds, timed = limit or DEFAULT_TIMEOUT, limit is not None
-    deadline = time.monotonic() + seconds
     launcher = _environment.detect(_environment.variables())
     chosen = _methods.choose(method, rank, world_size, launcher, on_listen)
+    deadline = time.monotonic() + seconds
     if chosen.rank == 0:
         warnings = {*misspelled(os.environ), *_environment.hidden_ranks(os.environ, launcher)}
         for warning in sorted(warnings - _warned):

@@ -214,7 +214,8 @@ def _by_environment(rank: int, size: int, launcher: Launcher) -> tuple[str, Open
     at = _environment.master(environ, launcher)
     if _environment.uses_agent_store(environ) and at is not None:
         where = f"torchrun's store at {format_address(*at)}"
-        return f", through {where}", _opener(_by_agent, *at, where), at[0]
+        # The import may take longer than the time-out, on each rank another time.
+        return f", through {where}", _opener(_by_agent, _torch_distributed(where), *at, where), at[0]
     if address := environ.get("PYNCCL_STORE"):
         try:
             host, port = parse_address(address)
@@ -402,13 +403,18 @@ def _at_master(
 # --- torch's stores: only torch implements their protocol ---------------------------------------------------
 
 
-@contextmanager
-def _by_agent(host: str, port: int, where: str, rank: int, size: int, deadline: float) -> Iterator[Exchange]:
-    """Open an exchange through the store of torchrun's agent, which listens at MASTER_PORT."""
+def _torch_distributed(where: str) -> Any:
     try:
-        dist = importlib.import_module("torch.distributed")
+        return importlib.import_module("torch.distributed")
     except ImportError as error:
         raise BootstrapError(f"{where} needs torch, which cannot be imported: {error}") from error
+
+
+@contextmanager
+def _by_agent(
+    dist: Any, host: str, port: int, where: str, rank: int, size: int, deadline: float
+) -> Iterator[Exchange]:
+    """Open an exchange through the store of torchrun's agent, which listens at MASTER_PORT."""
 
     def open_store() -> Any:
         while True:
