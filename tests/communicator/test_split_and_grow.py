@@ -138,6 +138,28 @@ def test_a_rank_is_slow_inside_split(number: int) -> None:
             assert f"; it waits for rank {victim}; all ranks respond" in text
 
 
+def comes_too_late_to_split(rank: int, nranks: int) -> Outcome:
+    """The victim is stopped beyond the time-out, and comes while the others hear whether it responds."""
+    comm, victim = pynccl.init(timeout=3), 1
+    comm.barrier()
+    if rank == victim:
+        if os.fork() == 0:
+            time.sleep(3.4)
+            os.kill(os.getppid(), signal.SIGCONT)
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGSTOP)
+    came = outcome(lambda: comm.split(0))
+    comm.abort()
+    return came
+
+
+def test_a_rank_that_comes_too_late_to_split() -> None:
+    results = run(4, comes_too_late_to_split, backend="cpu", timeout=40)
+    # On a busy machine the rank may come after the others have heard nothing of it.
+    assert {kind for kind, *_ in results} <= {"NcclTimeoutError", "RankFailedError"}, results
+    assert [ranks for _, ranks, *_ in results] == [[1]] * 4, results
+
+
 def splits_with_a_dead_rank(rank: int, nranks: int) -> str:
     """Rank 2 dies inside a split; rank 0 hears of it, and leaves without a call of split."""
     comm = pynccl.init()

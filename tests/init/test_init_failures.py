@@ -874,6 +874,39 @@ def test_slow_in_the_creation(kind: str, tmp_path: Path) -> None:
         assert ranks == [1]
 
 
+def comes_last_into_the_channel(rank: int, nranks: int, number: int) -> tuple[str, list[int]]:
+    """Rank 2 leaves the others no time for what follows in the creation, on a busy machine."""
+    exchange, calls, came = capi.pyncclCpuExchange, iter(range(9)), time.monotonic()
+    call = channel._Links.call
+
+    def slow(*args: Any) -> None:
+        if next(calls) == number:
+            time.sleep(max(0.0, came + 2.7 - time.monotonic()))
+        exchange(*args)
+
+    def busy(*args: Any) -> None:
+        time.sleep(0.5)
+        call(*args)
+
+    setattr(channel._Links, "call", busy)  # noqa: B010
+    if rank == 2:
+        setattr(capi, "pyncclCpuExchange", slow)  # noqa: B010
+    try:
+        comm = pynccl.init(timeout=3)
+    except pynccl.NcclTimeoutError as error:
+        return str(error), error.ranks
+    comm.barrier()
+    return "", []
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_ranks_that_wait_for_a_late_one_are_not_blamed(number: int) -> None:
+    """It comes in time for some ranks, or for all."""
+    results = testing.run(4, comes_last_into_the_channel, number, backend="cpu", timeout=40)
+    assert len({tuple(ranks) for _, ranks in results}) == 1, results
+    assert results[0][1] in ([], [2]), results
+
+
 def with_far_too_many(rank: int, nranks: int, method: str) -> str:
     with pytest.raises(BootstrapError) as caught:
         pynccl.init(method, rank=0, world_size=2**31 - 1, timeout=1)

@@ -85,6 +85,13 @@ def split_by_nccl(rank: int, size: int) -> None:
             part.shutdown()
 
 
+def splits_that_nobody_keeps(rank: int, size: int) -> None:
+    """A rank drops its group at once, while others are still in the split."""
+    for _ in range(20):
+        world().split_group([0, 1, 2])
+        dist.barrier()
+
+
 def splits_that_differ(rank: int, size: int) -> None:
     """Each rank learns of the lists, and no group of another size than its communicator is made."""
     lists = r"rank 0 calls split_group with ranks \[0, 1\];"
@@ -196,7 +203,7 @@ def not_provided(rank: int, size: int) -> None:
 
 
 def test_groups_options_and_limits(tmp_path: Path) -> None:
-    splits = [split_by_nccl, splits_that_differ, splits_of_strangers]
+    splits = [split_by_nccl, splits_that_nobody_keeps, splits_that_differ, splits_of_strangers]
     on_ranks(3, tmp_path, tensors_without_axes, groups, *splits, options, limits, numbers)
     on_ranks(2, tmp_path, tensors_in_memory_from_nccl, not_provided)
 
