@@ -1,10 +1,10 @@
 """Measure what a call costs in pynccl and in other bindings, over a libnccl that does nothing.
 
 The library is compiled from nccl_api.h: every function counts its call and returns success; it reports 2
-ranks, so that nothing is cut short, and its counts are compared with the calls that were made. All bindings
-run in one process on the same CuPy arrays over host memory; a repetition measures each case once, and who
-goes first rotates, so that what the machine does meanwhile hits all alike. A second process has a fake CUDA
-driver, with which pynccl checks devices and asks for the current stream as it does on a GPU.
+ranks, so that no binding takes a shortcut, and its counts are compared with the calls that were made. All
+bindings run in one process on the same CuPy arrays over host memory. A repetition measures each case once,
+and each begins with another binding, so that other work of the machine slows all alike. A second process has
+a fake CUDA driver, with which pynccl checks devices and asks for the current stream as it does on a GPU.
 
 Run `python benchmarks/call_overhead.py --help`. Exits with 1 where a target is missed.
 """

@@ -154,7 +154,7 @@ def parse(name: str) -> Header:
     for enum in _ENUM.finditer(types):
         members = [(key, int(value, 0)) for key, value in re.findall(r"(\w+) = (-?\w+)", enum["body"])]
         constants.update(members)
-        # What counts them, or bounds them, is none of them.
+        # The number of values, or their bound, is no value.
         first = {value: key for key, value in reversed(members) if not re.match("nccl(Num|Max)[A-Z]", key)}
         values[enum["name"]] = tuple(first[value] for value in sorted(first))
     return Header(

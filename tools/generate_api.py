@@ -212,7 +212,7 @@ def capi_module(binding: Binding, header: Header) -> str:
     body = [caller.write(f) for f in functions]
     helpers = ("_pack", "_text", "_buffer", "_check_text", "CollConfig", "Mapping", "Team")
     uses = {name for name in helpers if any(name in text for text in body)}
-    parts = [BY_WHOM.format(what=f"What {header.name}.h declares, but for what capi.py writes by hand")]
+    parts = [BY_WHOM.format(what=f"The functions of {header.name}.h, except those of capi.py itself")]
     parts += ["from collections.abc import Mapping\nfrom typing import Any\n"] if "Mapping" in uses else []
     if "_check_text" in uses:
         parts += ["from pynccl._base.values import check_text as _check_text"]

@@ -65,7 +65,7 @@ class _Flag:
         me = threading.get_ident()
         try:
             _waiting.add(me)
-            # In slices: one who waits gets the lock, and an exception may keep it from the others.
+            # In slices: one waiter has the lock, and an exception may leave the others without it.
             while not self._set and (left := deadline - time.monotonic()) > 0:
                 if self._lock.acquire(timeout=min(_slice(), left)):
                     self._lock.release()

@@ -271,7 +271,7 @@ def send_and_receive(
 
 
 def _movable(tensor: Any) -> Any:
-    """Return a float8 tensor as bytes, as which the engines move it; any other as it is."""
+    """Return a float8 tensor as bytes, since the engines move it so; any other tensor as it is."""
     if "float8" not in str(getattr(tensor, "dtype", "")):
         return tensor
     torch = sys.modules.get("torch")

@@ -39,7 +39,7 @@ static void pynccl_take_calls(pynccl_watch* w, int from, pynccl_frame* f) {
 static void pynccl_handle(pynccl_watch* w, int from, pynccl_frame* f) {
   pynccl_peer* p = &w->peers[from];
   // A rank that leaves only passes on what comes.
-  if (w->departure && f->kind != FRAME_NEWS && f->kind != FRAME_LOST && f->kind != FRAME_FAREWELL) return;
+  if (w->departure && f->kind != FRAME_NEWS && f->kind != FRAME_LOST && f->kind != FRAME_LAST) return;
   if (f->kind != FRAME_MESSAGE && f->kind != FRAME_NEWS && f->kind != FRAME_LOST && f->kind != FRAME_FAILED)
     f->text[sizeof f->text - 1] = 0;
   switch (f->kind) {
@@ -82,8 +82,8 @@ static void pynccl_handle(pynccl_watch* w, int from, pynccl_frame* f) {
       pynccl_publish(w, f->code == PYNCCL_MISMATCHED || f->code == PYNCCL_LIBRARY_FAILED ? (int)f->code
                                                                                          : PYNCCL_TIMED_OUT);
       break;
-    case FRAME_FAREWELL:
-      p->farewell = 1;
+    case FRAME_LAST:
+      p->last_came = 1;
       pthread_cond_broadcast(&pynccl_watchdog.changed);
       break;
     case FRAME_MESSAGE:

@@ -48,7 +48,7 @@ static int pynccl_address(const pynccl_watch* w, int rank, const pynccl_frame* f
 
 int pynccl_send_frame(pynccl_watch* w, int rank, const pynccl_frame* frame) {
   const pynccl_peer* p = &w->peers[rank];
-  return p->line && !p->parted ? pynccl_address(w, rank, frame) : ECONNRESET;
+  return p->line && !p->last_sent ? pynccl_address(w, rank, frame) : ECONNRESET;
 }
 
 void pynccl_tell_all(pynccl_watch* w, const pynccl_frame* frame) {
@@ -285,7 +285,7 @@ void pynccl_depart(pynccl_watch* w, int departure) {
 static int pynccl_is_needed(const pynccl_watch* w) {
   for (int r = 0; r < w->size; ++r) {
     const pynccl_peer* p = &w->peers[r];
-    if (p->line && (!p->farewell || p->line->output_bytes)) return 1;
+    if (p->line && (!p->last_came || p->line->output_bytes)) return 1;
   }
   return 0;
 }
@@ -303,9 +303,9 @@ static void pynccl_departed(pynccl_watch* w, pynccl_peer* p, int departure) {
   p->departure = departure;
   w->stale = 1;
   if (!w->mesh && p->line) {
-    const pynccl_frame farewell = {.kind = FRAME_FAREWELL};
-    pynccl_send_frame(w, (int)(p - w->peers), &farewell);
-    p->parted = 1;
+    const pynccl_frame last = {.kind = FRAME_LAST};
+    pynccl_send_frame(w, (int)(p - w->peers), &last);
+    p->last_sent = 1;
   }
   if (departure == PYNCCL_ABORTS_FIRST && !w->dying) w->dying = pynccl_now();
   if (!p->line && !p->gone) {

@@ -21,16 +21,17 @@
 // - A rank that left does not pass frames on. It may hide others, which are not lost for that: it counts as
 // reaching all ranks that nobody has lost. A hidden rank is not asked, so it is never named as silent.
 // - A frame for one rank takes the shortest way over ranks that have not left, and each of them finds the way
-// anew. A neighbour that hears from a rank that it leaves bids it farewell, and sends nothing more to it. In
-// check mode a rank that leaves passes frames on until all neighbours have done so: what was sent over it
-// before is not lost. Frames of one origin may overtake each other; the receiver puts them in order.
+// again. A neighbour that hears from a rank that it leaves sends it a last frame. In check mode a rank that
+// leaves passes frames on until all neighbours have done so: what was sent over it before is not lost. Frames
+// of one origin may overtake each other; the receiver puts them in order.
 // - Such a frame can be lost only if the rank that has it is cut off: only ranks that have left are around
 // it, or around it and others. The receiver then sees ranks that have left or are hidden, and have no
 // neighbour among those that it can reach. Check mode compares messages only between neighbours from then on.
 // - Heartbeats go to those neighbours only that there are without a mesh. To learn whether others respond, a
 // rank asks all, at most once in QUESTION_NS; each passes the question on, if it has not just done so, and
 // tells its news.
-// - Sealing is between neighbours: who passes a frame on seals it anew, and every rank has the secret.
+// - Sealing is between neighbours: a rank that passes a frame on seals it again, and every rank has the
+// secret.
 #pragma once
 
 #include "lines.h"
@@ -67,8 +68,8 @@ typedef struct pynccl_peer {
   uint64_t seen;         // the number of its last flooded frame
   uint64_t posted, got;  // the serials of the last frames posted to it, and by it and taken in order
   int hidden;            // it takes part, but those who have left are on every way to it
-  int parted;            // it leaves, and this rank has bid it farewell
-  int farewell;          // it has bid this rank farewell
+  int last_sent;         // it leaves, and has got this rank's last frame
+  int last_came;         // its last frame to this rank has come
   uint32_t stamp;
   int fresh;     // its news are to be told
   int doubtful;  // the connection has ended, and that is not told yet

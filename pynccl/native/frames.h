@@ -9,9 +9,9 @@ enum {
   FRAME_LOST,      // pairs of ranks
   FRAME_FAILED,    // ranks that the sender's verdict names
   FRAME_TEXT,
-  FRAME_TROUBLE,   // its text has a bit for each rank of the verdict
-  FRAME_FAREWELL,  // the last one to a rank that leaves
-  FRAME_END,       // the sender has no connection to the receiver any more
+  FRAME_TROUBLE,  // its text has a bit for each rank of the verdict
+  FRAME_LAST,     // the last one to a rank that leaves
+  FRAME_END,      // the sender has no connection to the receiver any more
   // From any rank to others.
   FRAME_ASK,
   FRAME_MESSAGE,

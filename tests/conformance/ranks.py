@@ -1,5 +1,7 @@
 """Groups of ranks, as processes or threads, that outlive single tests: starting them takes long.
 
+`pynccl.testing.run`, which other tests use, starts its ranks for each call.
+
 Those that tests use up can be forks of a process that has done their imports. The memory of forks begins at
 the same addresses, so tests of data have new interpreters.
 

@@ -330,7 +330,7 @@ struct Blocked {
   }
 };
 
-TEST_CASE("an event recorded anew keeps who waits") {
+TEST_CASE("a stream goes on waiting for an event that is recorded again") {
   Blocked s;
   s.record(s.event, s.a);
   s.wait(s.b, s.event);
@@ -339,7 +339,7 @@ TEST_CASE("an event recorded anew keeps who waits") {
   for (cudaEvent_t e : {s.event, s.reached}) OK(pyncclCpuEventDestroy(e));
 }
 
-TEST_CASE("an event destroyed keeps who waits") {
+TEST_CASE("a stream goes on waiting for an event that is destroyed") {
   Blocked s;
   s.record(s.event, s.a);
   s.wait(s.b, s.event);

@@ -458,7 +458,7 @@ class Rank:
 # --- a process ----------------------------------------------------------------------------------------------
 
 
-def leavings(before: tuple[Counter[str], Counter[str]], stopped: int, settling: float) -> list[str]:
+def left_behind(before: tuple[Counter[str], Counter[str]], stopped: int, settling: float) -> list[str]:
     """Return what has come since and does not go by itself in so many seconds."""
     # What a process has once, from its first communicator to its end.
     allowed = Counter({"python": sum(thread.name == "pynccl-exit" for thread in threading.enumerate())})
@@ -525,7 +525,7 @@ def be_rank(job: dict[str, Any], rank: int) -> None:
         "text": text,
         "at": one.at,
         "starved": one.starved,
-        "left": leavings(before, len(s.victims) if s.fault == "stopped" else 0, settling),
+        "left": left_behind(before, len(s.victims) if s.fault == "stopped" else 0, settling),
     }
     (folder / f"result{rank}").write_text(json.dumps(answer))
 

@@ -462,7 +462,7 @@ def test_wrong_arguments_of_windows(rank: int, nranks: int, tmp_path: Path) -> N
     dist.destroy_process_group()
 
 
-def widowed(rank: int, size: int, folder: str, call: str) -> str:
+def loses_its_peer(rank: int, size: int, folder: str, call: str) -> str:
     start(rank, size, folder)
     assert dist.group.WORLD is not None
     window = dist.group.WORLD.new_window(torch.zeros(1 << 20))
@@ -485,7 +485,7 @@ def widowed(rank: int, size: int, folder: str, call: str) -> str:
 @needs_newest_torch
 @pytest.mark.parametrize("call", ["put", "wait_signal"])
 def test_a_dead_peer_of_a_window(call: str, tmp_path: Path) -> None:
-    text, dead = testing.run(2, widowed, str(tmp_path), call, backend="cpu", timeout=200, check=False)
+    text, dead = testing.run(2, loses_its_peer, str(tmp_path), call, backend="cpu", timeout=200, check=False)
     assert isinstance(dead, testing.RankError)
     assert isinstance(text, str), text
     assert text.startswith(call) and "rank 1" in text

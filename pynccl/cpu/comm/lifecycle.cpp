@@ -50,7 +50,6 @@ namespace {
 
 // The fields of a configuration that NCCL checks, and the oldest version of a caller whose field it reads
 // (src/init.cc: parseCommConfig), which is not always the release that brought the field.
-// Fields that came after 2.30.7 are ignored.
 struct ConfigField {
   const char* name;
   int ncclConfig_t::* member;
