@@ -5,10 +5,12 @@ from __future__ import annotations
 import ast
 import json
 import os
+import platform
 import re
 import resource
 import shutil
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -39,6 +41,7 @@ from terminals import GREEN, RED, YELLOW, in_terminal
 
 pytestmark = pytest.mark.timeout(50)
 
+needs_x86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="the wheels used here are for x86_64")
 COMMAND = [sys.executable, "-m", "pynccl", "doctor", "--json"]
 Finding = dict[str, Any]
 
@@ -214,6 +217,22 @@ def test_several_libraries(tmp_path: Path) -> None:
     assert f"{conda} (2.19.3 with CUDA 12.3)" in text
     conda.write_bytes(wheel.read_bytes())
     only(doctor("--only", "libraries", **both), "copies", "ok")
+
+
+@pytest.mark.parametrize("by", ["LD_LIBRARY_PATH", "LD_PRELOAD"])
+def test_a_library_that_the_dynamic_linker_finds(
+    tmp_path: Path, compile_library: Callable[..., str], by: str
+) -> None:
+    """Or that it has loaded before the program starts."""
+    conda = banner_file(tmp_path / "conda" / "lib" / "libnccl.so.2", "2.19.3", "12.3")
+    banner = 'const char banner[] = "NCCL version 2.28.9+cuda12.9";\n'
+    other = compile_library(fake_nccl.source(22809) + banner, "libnccl.so.2")
+    named = {by: other if by == "LD_PRELOAD" else str(Path(other).parent)}
+    text = only(
+        doctor("--only", "libraries", CONDA_PREFIX=str(tmp_path / "conda"), **named), "copies", "warning"
+    )["text"]
+    assert f"{other} (2.28.9 with CUDA 12.9)" in text
+    assert f"{conda} (2.19.3 with CUDA 12.3)" in text
 
 
 def test_a_library_of_a_newer_cuda(
@@ -408,6 +427,17 @@ def test_an_address_of_one_link() -> None:
 
 
 @needs_root
+def test_a_bridge_of_virtual_machines() -> None:
+    """It comes last, and is a trap for who names it."""
+    prefix = with_interfaces("virbr0")
+    for name, chosen in (("virbr0", "virbr0 10.77.0.1 "), ("", "lo 127.0.0.1 ")):
+        found = doctor("--only", "network", prefix=prefix, NCCL_SOCKET_IFNAME=name)
+        assert only(found, "interface", "warning")["text"].startswith(chosen)
+    found = doctor("--only", "network", prefix=with_interfaces("virbr0", "eth0"))
+    assert only(found, "interface", "ok")["text"].startswith("eth0 10.77.1.1 ")
+
+
+@needs_root
 def test_a_name_that_is_a_prefix() -> None:
     prefix = with_interfaces("net1", "net10")
     found = doctor("--only", "network", prefix=prefix, NCCL_SOCKET_IFNAME="net1")
@@ -422,6 +452,63 @@ def test_names() -> None:
     found = doctor("--only", "network", MASTER_ADDR="no.such.host.invalid")
     (master,) = those(found, "names", "error")
     assert "'no.such.host.invalid', which cannot be resolved" in master["text"]
+
+
+AGENT = "RANK=0 WORLD_SIZE=4 LOCAL_WORLD_SIZE=2 TORCHELASTIC_USE_AGENT_STORE=True"
+OPEN_MPI = "OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_LOCAL_SIZE=2"
+SLURM = "SLURM_PROCID=0 SLURM_NTASKS=2 SLURM_JOB_ID=5 SLURM_JOB_NODELIST=node[1-2]"
+FEW = "only 2 of 4 ranks are on this machine"
+
+
+@pytest.mark.parametrize(
+    ("variables", "others"),
+    [
+        ("RANK=0 WORLD_SIZE=4 LOCAL_WORLD_SIZE=2 MASTER_ADDR=node1 MASTER_PORT=29500", FEW),
+        ("RANK=0 WORLD_SIZE=4 LOCAL_WORLD_SIZE=4 MASTER_ADDR=node1 MASTER_PORT=29500", ""),
+        ("RANK=x WORLD_SIZE=4 LOCAL_WORLD_SIZE=2 MASTER_ADDR=node1 MASTER_PORT=29500", ""),
+        # `pynccl run` has a store of its own.
+        ("RANK=0 WORLD_SIZE=4 LOCAL_WORLD_SIZE=2 MASTER_ADDR=node1 MASTER_PORT=29500 PYNCCL_STORE=a:1", ""),
+        # torchrun's agent on rank 0's machine listens at every address.
+        (f"{AGENT} GROUP_RANK=0 MASTER_ADDR=node1 MASTER_PORT=29500", ""),
+        (f"{AGENT} GROUP_RANK=1 MASTER_ADDR=node1 MASTER_PORT=29500", FEW),
+        (f"{OPEN_MPI} MASTER_ADDR=node1 MASTER_PORT=29500", FEW),
+        (f"{SLURM} SLURM_NNODES=2", "SLURM_NNODES is 2"),
+        (f"{SLURM} SLURM_NNODES=2 SLURM_STEP_NUM_NODES=1", ""),
+        # A shell of salloc.
+        ("SLURM_NNODES=2 MASTER_ADDR=node1", ""),
+    ],
+)
+def test_a_name_of_rank_0_that_other_machines_cannot_reach(
+    variables: str, others: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As that of a machine with Debian's /etc/hosts."""
+    looped = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 0))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: looped)
+    monkeypatch.setattr(socket, "gethostname", lambda: "node2")
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    environ = dict(pair.split("=") for pair in variables.split())
+    _, found = found_by(network.check_names, **environ)
+    source = "MASTER_ADDR" if "MASTER_ADDR" in environ else "the first host of Slurm's node list"
+    text = f"{source} node1 is 127.0.1.1"
+    if not others:
+        assert (found.level, found.text) == ("ok", text)
+        return
+    assert (found.level, found.text) == ("error", f"{text}, which other machines cannot reach, and {others}")
+    assert found.fix.startswith("On every rank MASTER_ADDR=the address of rank 0's machine")
+    assert found.fix.endswith("; or take node1 out of the line of 127.0.1.1 in /etc/hosts.")
+    assert said(variables_of.check_launcher, **environ).level == "ok"
+
+
+def test_the_address_of_rank_0_is_proposed_on_its_own_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    looped = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 0))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: looped)
+    monkeypatch.setattr(socket, "gethostname", lambda: "node1")
+    eth0 = network.Interface("eth0", "192.0.2.7", 0)
+    monkeypatch.setattr(network, "interfaces", lambda: [eth0])
+    variables = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "node1"}
+    _, found = found_by(network.check_names, **variables)
+    assert found.level == "error"
+    assert found.fix.startswith("On every rank MASTER_ADDR=192.0.2.7; or take node1 out of ")
 
 
 @needs_root
@@ -484,8 +571,17 @@ def test_no_shm_and_little_locked_memory(tmp_path: Path) -> None:
 
 def test_few_descriptors() -> None:
     found = doctor("--only", "limits", preexec=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (200, 400)))
-    text = only(found, "descriptors", "warning")["text"]
-    assert text == "at most 200 open files; expected 1024 or more"
+    said = only(found, "descriptors", "warning")
+    assert said["text"] == "at most 200 open files; expected 1024 or more"
+    assert said["fix"] == "ulimit -n 1024 as root: the hard limit is 400"
+
+
+def test_few_descriptors_for_each_rank() -> None:
+    limit = lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (2000, 4000))  # noqa: E731
+    said = only(doctor("--only", "limits", preexec=limit, WORLD_SIZE="300"), "descriptors", "warning")
+    assert said["text"] == "at most 2000 open files; expected 2400 or more"
+    assert said["fix"] == "ulimit -n 2400"
+    only(doctor("--only", "limits", preexec=limit, WORLD_SIZE="250"), "descriptors", "ok")
 
 
 def test_yama_and_containers(tmp_path: Path, compile_library: Callable[..., str]) -> None:
@@ -504,6 +600,17 @@ def test_yama_and_containers(tmp_path: Path, compile_library: Callable[..., str]
     found = doctor("--only", "limits", "--root", tmp_path)
     only(found, "Yama", "ok")
     assert only(found, "container", "ok")["text"] == "no sign of one"
+
+
+@pytest.mark.parametrize(
+    ("scope", "fix"), [("2", "sysctl kernel.yama.ptrace_scope=1, "), ("3", "Accept it, or set ")]
+)
+def test_scopes_of_yama_that_no_program_can_allow(tmp_path: Path, scope: str, fix: str) -> None:
+    (tmp_path / "proc/sys/kernel/yama").mkdir(parents=True)
+    (tmp_path / "proc/sys/kernel/yama/ptrace_scope").write_text(f"{scope}\n")
+    said = only(doctor("--only", "limits", "--root", tmp_path), "Yama", "warning")
+    assert said["text"] == f"ptrace_scope is {scope}"
+    assert said["fix"].startswith(fix)
 
 
 # Refuses process_vm_readv with EPERM in this process and those that it becomes.
@@ -557,6 +664,31 @@ def test_variables() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("name", "harmful", "harmless"),
+    [
+        ("NCCL_P2P_DISABLE", "1", ["0"]),
+        ("NCCL_SHM_DISABLE", "1", ["0"]),
+        ("NCCL_IB_DISABLE", "1", ["0"]),
+        ("NCCL_NVLS_ENABLE", "0", ["1", "2"]),
+        ("NCCL_CHECK_POINTERS", "1", ["0"]),
+        ("NCCL_ALGO", "Ring", []),
+        ("NCCL_PROTO", "Simple", []),
+        ("PYNCCL_CPU_BLOCKING", "1", ["0"]),
+        ("PYNCCL_CPU_DIRECT", "0", ["1"]),
+        ("PYNCCL_CPU_FAULT", "call=1,action=die", []),
+        ("PYNCCL_TRACE_STACKS", "1", ["0"]),
+        ("NCCL_DEBUG", "trace", ["WARN", "VERSION"]),
+    ],
+)
+def test_a_variable_that_was_left_over(name: str, harmful: str, harmless: list[str]) -> None:
+    found = said(variables_of.check_left_over, **{name: harmful})
+    assert (found.name, found.level, found.text) == ("left-over", "warning", f"{name}={harmful}")
+    assert found.fix.startswith("NCCL_DEBUG=WARN" if name == "NCCL_DEBUG" else f"unset {name}")
+    for value in ("", *harmless):
+        assert not found_by(variables_of.check_left_over, **{name: value})
+
+
 @pytest.mark.parametrize("value", slow_except(["abc"], ["abc", "-1", "nan", "0"]))
 def test_a_time_out_that_is_none(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYNCCL_TIMEOUT", value)
@@ -584,8 +716,40 @@ def test_an_address_of_ras_that_is_none(value: str) -> None:
 def test_a_variable_that_only_the_library_knows(compile_library: Callable[..., str]) -> None:
     source = fake_nccl.source(23300) + 'const char tomorrow[] = "NCCL_OF_TOMORROW";\n'
     library = compile_library(source, "libnccl.so.2")
+    # Behind what is loaded into memory, as debug information.
+    with open(library, "ab") as file:
+        file.write(b"\0NCCL_CONSTANT_OF_TOMORROW\0")
     found = doctor("--only", "environment", PYNCCL_LIBRARY=library, NCCL_OF_TOMORROW="1")
     assert only(found, "variables", "ok")["text"].endswith("all known")
+    found = doctor("--only", "environment", PYNCCL_LIBRARY=library, NCCL_CONSTANT_OF_TOMORROW="1")
+    assert only(found, "variables", "warning")["text"].startswith("NCCL_CONSTANT_OF_TOMORROW is a name ")
+
+
+# Some are names of 2.31, of 2.32, and of 2.31 alone.
+NEWEST = ("CFT_ENABLE", "IB_RAIL_POLICY", "RUN_DIAGNOSTICS", "DEBUG_LEVELS", "TOPO_SCATTER_START_NET")
+# Strings of the library 2.32.3 that are no variables: constants of debug information and of messages.
+NO_VARIABLES = ("P2P", "SHM", "TUNING", "IPC_SENDRECV", "CONFIG_INITIALIZER", "GIN_CONNECTION_FULL")
+
+
+def test_variables_of_the_newest_nccl() -> None:
+    """They are known without NVIDIA's library; variables of pynccl without its first letters are not."""
+    some = {f"NCCL_{name}": "1" for name in (*NEWEST, "CPU_DIRECT", *NO_VARIABLES)}
+    strange = those(doctor("--only", "environment", **some), "variables", "warning")
+    assert {one["text"].split()[0] for one in strange} == {
+        f"NCCL_{name}" for name in ("CPU_DIRECT", *NO_VARIABLES)
+    }
+
+
+@needs_x86
+@pytest.mark.network
+@pytest.mark.timeout(600)
+def test_strings_of_nvidias_library_that_are_no_variables(released: Callable[[str], str]) -> None:
+    library = released("2.32.3")
+    content = Path(library).read_bytes()
+    assert all(f"NCCL_{name}\0".encode() in content for name in NO_VARIABLES)
+    some = {f"NCCL_{name}": "1" for name in (*NEWEST, *NO_VARIABLES)}
+    found = those(doctor("--only", "environment", PYNCCL_LIBRARY=library, **some), "variables", "warning")
+    assert {one["text"].split()[0] for one in found} == {f"NCCL_{name}" for name in NO_VARIABLES}
 
 
 def test_the_list_of_our_variables_is_that_of_the_page() -> None:
@@ -631,6 +795,10 @@ def test_a_file_of_settings_that_is_not_there(tmp_path: Path) -> None:
             "RANK=0 WORLD_SIZE=4 LOCAL_WORLD_SIZE=2 MASTER_ADDR=localhost MASTER_PORT=1234",
             "MASTER_ADDR is localhost, and only 2 of 4 ranks are on this machine",
         ),
+        (
+            "SLURM_PROCID=0 SLURM_NTASKS=4 SLURM_NNODES=2 MASTER_ADDR=127.0.1.1 MASTER_PORT=1234",
+            "MASTER_ADDR is 127.0.1.1, and SLURM_NNODES is 2",
+        ),
         ("RANK=0 WORLD_SIZE=2 MASTER_ADDR=a MASTER_PORT=70000", "MASTER_PORT is 70000"),
     ],
 )
@@ -639,6 +807,19 @@ def test_launchers_that_contradict_themselves(variables: str, text: str) -> None
     found = said(variables_of.check_launcher, **environ)
     assert found.level == "error"
     assert text in found.text
+
+
+def test_ranks_of_mpi_without_mpi4py(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}
+    assert said(variables_of.check_launcher, **ranks).level == "ok"
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    found = said(variables_of.check_launcher, **ranks)
+    assert found.level == "error"
+    assert found.text.startswith("Open MPI's variables (")
+    assert found.text.endswith(" started the ranks, and mpi4py is not installed")
+    assert found.fix == "pip install mpi4py, or set MASTER_ADDR and MASTER_PORT."
+    at = {"MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
+    assert said(variables_of.check_launcher, **ranks, **at).level == "ok"
 
 
 def test_two_launchers() -> None:

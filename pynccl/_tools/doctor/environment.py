@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import mmap
 import os
+import struct
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
@@ -11,12 +13,13 @@ from pathlib import Path
 
 from pynccl._base.timeouts import resolve_timeout
 from pynccl._errors import BootstrapError
-from pynccl._tools.doctor import known
+from pynccl._tools.doctor import known, network
 from pynccl._tools.doctor.finding import Finding, error, ok, warning
 from pynccl._tools.doctor.libraries import loaded, opened
 from pynccl._tools.machine import Machine
 from pynccl._watch import check_mode
 from pynccl.bootstrap import _environment, _variables
+from pynccl.bootstrap._address import is_loopback
 from pynccl.bootstrap._variables import PYNCCL
 from pynccl.ras.client import parse_address
 
@@ -48,6 +51,8 @@ _LEFT_OVER = {
 }
 _CHATTY = ("INFO", "TRACE", "ABORT")
 _SETTINGS = "nccl.conf"
+# PT_LOAD: the kind of an ELF file's part that is loaded.
+_LOADED = 1
 
 
 def check_names(machine: Machine) -> Iterator[Finding]:
@@ -62,26 +67,40 @@ def check_names(machine: Machine) -> Iterator[Finding]:
 
 def is_known(name: str) -> bool:
     """Tell whether NCCL, nccl-tests, a build or pynccl reads a variable."""
-    if name in _RENAMED:
+    if name in _RENAMED or name in known.CONSTANTS:
         return False
     listed = name in known.NCCL | known.AROUND | PYNCCL or name.startswith("NCCL_TESTS_")
     return listed or _is_in_library(name)
 
 
 def _is_in_library(name: str) -> bool:
-    """Tell whether the loaded library's file has the name: it may be newer than the list."""
+    """Tell whether NVIDIA's loaded library has the name in its memory: it may be newer than the list."""
     library = loaded()
-    if isinstance(library, Exception):
+    if isinstance(library, Exception) or library.backend == "cpu":
+        # The CPU library's are listed.
         return False
+    wanted = name.encode() + b"\0"
     with opened(library.path) as content:
-        return content.find(name.encode() + b"\0") >= 0
+        # The rest of the file is debug information, which names constants and functions, too.
+        return any(content.find(wanted, first, end) >= 0 for first, end in _in_memory(content))
+
+
+def _in_memory(content: mmap.mmap | bytes) -> Iterator[tuple[int, int]]:
+    """Yield the parts of a 64-bit ELF file that are loaded into memory."""
+    if content[:5] != b"\x7fELF\2":
+        return
+    (table,), (size, count) = struct.unpack_from("<Q", content, 32), struct.unpack_from("<HH", content, 54)
+    for i in range(count):
+        kind, _, first, _, _, length = struct.unpack_from("<IIQQQQ", content, table + i * size)
+        if kind == _LOADED:
+            yield first, first + length
 
 
 def _unknown(check: str, name: str, otherwise: str) -> Finding:
     near = _RENAMED.get(name) or nearest(name)
     return warning(
         check,
-        f"{name} is a name that no NCCL from 2.16 to 2.30 reads"
+        f"{name} is a name that no NCCL from 2.16 to 2.32 reads"
         if name.startswith("NCCL_")
         else f"{name} is a name that pynccl does not read",
         "The setting has no effect.",
@@ -228,10 +247,9 @@ def _contradictions(machine: Machine) -> Iterator[tuple[str, str]]:
         yield f"LOCAL_WORLD_SIZE is {local}, more than {names.size} {launcher.size}", _START
     if local is not None and launcher.local_rank is not None and launcher.local_rank >= local:
         yield f"{names.local_rank} is {launcher.local_rank} and LOCAL_WORLD_SIZE {local}", _START
-    spread = local is not None and (launcher.size or 1) > local and "PYNCCL_STORE" not in environ
-    if spread and at is not None and at[0] in ("localhost", "127.0.0.1", "::1"):
+    if at is not None and _loops(at[0]) and (others := network.elsewhere(machine, launcher)):
         yield (
-            f"MASTER_ADDR is {at[0]}, and only {local} of {launcher.size} ranks are on this machine",
+            f"MASTER_ADDR is {at[0]}, and {others}",
             "Set MASTER_ADDR to the name of rank 0's machine.",
         )
     if names.mpi and (launcher.size or 1) > 1 and at is None and importlib.util.find_spec("mpi4py") is None:
@@ -239,6 +257,13 @@ def _contradictions(machine: Machine) -> Iterator[tuple[str, str]]:
             f"{launcher} started the ranks, and mpi4py is not installed",
             "pip install mpi4py, or set MASTER_ADDR and MASTER_PORT.",
         )
+
+
+def _loops(host: str) -> bool:
+    """Tell whether a host is a loopback address or localhost; the check names resolves other names."""
+    with suppress(ValueError):
+        return is_loopback(host)
+    return host == "localhost"
 
 
 def _others(machine: Machine) -> Iterator[str]:

@@ -19,6 +19,13 @@ _SMALL_SHM = 256 * _MIB
 _FEW_DESCRIPTORS = 1024
 _DESCRIPTORS_EACH = 8
 _LITTLE_LOCKED = 64 * _MIB
+# What to do by Yama's scope; the kernel refuses to change the last one.
+_ALLOW_READS = {
+    "1": "pynccl run --direct, under other launchers PYNCCL_CPU_PTRACER=-1, or accept it.",
+    "2": "sysctl kernel.yama.ptrace_scope=1, and pynccl run --direct; or accept it.",
+    "3": "Accept it, or set kernel.yama.ptrace_scope=1 in /etc/sysctl.d, start the machine anew, and "
+    "pynccl run --direct.",
+}
 _BY_HAND = "The CPU library copies through shared memory instead of reading the other process's memory."
 
 
@@ -93,9 +100,7 @@ def check_yama(machine: Machine) -> Iterator[Finding]:
             "Yama",
             f"ptrace_scope is {scope}",
             _BY_HAND,
-            "pynccl run --direct, under other launchers PYNCCL_CPU_PTRACER=-1, or accept it."
-            if scope == "1"
-            else "sysctl kernel.yama.ptrace_scope=1, and pynccl run --direct; or accept it.",
+            _ALLOW_READS.get(scope, _ALLOW_READS["2"]),
         )
     else:
         yield ok("Yama", f"ptrace_scope is {scope}, which NVIDIA's library does not need")

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import socket
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
+from pynccl._errors import BootstrapError
 from pynccl._tools.doctor.finding import Finding, error, ok, warning
 from pynccl._tools.doctor.libraries import loaded
 from pynccl._tools.machine import Machine
+from pynccl.bootstrap import _environment
 from pynccl.bootstrap._address import is_loopback, resolve
+from pynccl.bootstrap._environment import Launcher
 
 _UP, _LOOPBACK, _RUNNING = 0x1, 0x8, 0x40
 _RESOLVE_SECONDS = 5.0
 _NET = "sys/class/net"
+# Where launchers say how many of the ranks are on this machine; Slurm says on how many machines they are.
+_LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
+_NODES = ("SLURM_STEP_NUM_NODES", "SLURM_NNODES")
+_MASTER = "the address of rank 0's machine, which ip -brief address shows there"
 _FIX_NAME = "Set NCCL_SOCKET_IFNAME to the interface that the other machines reach: NCCL_SOCKET_IFNAME={}"
 
 
@@ -179,7 +188,7 @@ def mtu(machine: Machine) -> tuple[str, int] | None:
 
 
 def check_names(machine: Machine) -> Iterator[Finding]:
-    """Resolve the name of this machine and that of rank 0's."""
+    """Resolve the name of this machine and that of rank 0's, which other machines must reach."""
     own = socket.gethostname()
     try:
         addresses = _addresses(own)
@@ -194,25 +203,67 @@ def check_names(machine: Machine) -> Iterator[Finding]:
         looped = all(map(is_loopback, addresses))
         text = f"{own} is {', '.join(addresses)}"
         yield ok("names", text + (", which other machines cannot reach" if looped else ""))
-    host = machine.environ.get("MASTER_ADDR")
-    if host:
-        yield _master(host)
+    launcher, at = _environment.NOBODY, None
+    # The check of the launcher reports variables that cannot be read.
+    with suppress(BootstrapError):
+        launcher = _environment.detect(machine.environ)
+        at = _environment.master(machine.environ, launcher)
+    if host := at[0] if at else machine.environ.get("MASTER_ADDR", "").strip("[]"):
+        yield _master(machine, launcher, host)
 
 
 def _addresses(host: str) -> list[str]:
     return list(dict.fromkeys(str(where[0]) for _, where in resolve(host, 0, _RESOLVE_SECONDS)))
 
 
-def _master(host: str) -> Finding:
+def _master(machine: Machine, launcher: Launcher, host: str) -> Finding:
+    source = _environment.host_source(machine.environ)
     try:
-        return ok("names", f"MASTER_ADDR {host} is {', '.join(_addresses(host))}")
+        addresses = _addresses(host)
     except OSError as failure:
         return error(
             "names",
-            f"MASTER_ADDR is {host!r}, which cannot be resolved: {failure}",
+            f"{source} is {host!r}, which cannot be resolved: {failure}",
             "The ranks cannot find rank 0.",
             "Set MASTER_ADDR to a name or address that every machine knows.",
         )
+    text = f"{source} {host} is {', '.join(addresses)}"
+    # The check of the launcher reports addresses and localhost.
+    looped = host not in ("localhost", *addresses) and all(map(is_loopback, addresses))
+    if not (looped and (others := elsewhere(machine, launcher))) or _listens_everywhere(machine):
+        return ok("names", text)
+    own = listener_host(machine)
+    # Rank 0 runs here if the name is this machine's.
+    named = host == socket.gethostname() and not is_loopback(own)
+    return error(
+        "names",
+        f"{text}, which other machines cannot reach, and {others}",
+        "Rank 0 would listen at this address, where no other machine finds it; other ranks would look for it "
+        "on their own machines.",
+        f"On every rank MASTER_ADDR={own if named else _MASTER}; or take {host} out of the line of "
+        f"{addresses[0]} in /etc/hosts.",
+    )
+
+
+def elsewhere(machine: Machine, launcher: Launcher) -> str:
+    """Return what says that ranks of other machines look for rank 0's address; "" if nothing does."""
+    environ = machine.environ
+    by_mpi = launcher.names.mpi and importlib.util.find_spec("mpi4py") is not None
+    if (launcher.size or 1) == 1 or "PYNCCL_STORE" in environ or by_mpi:
+        # There are no others, or they meet by other ways.
+        return ""
+    local = next((count for name in _LOCAL_SIZES if (count := machine.number(name)) is not None), None)
+    if local is not None:
+        few = local < (launcher.size or 1)
+        return f"only {local} of {launcher.size} ranks are on this machine" if few else ""
+    nodes = [name for name in _NODES if machine.number(name) is not None]
+    several = nodes and (machine.number(nodes[0]) or 0) > 1 and _environment.by_srun(environ)
+    return f"{nodes[0]} is {environ[nodes[0]]}" if several else ""
+
+
+def _listens_everywhere(machine: Machine) -> bool:
+    """Tell whether the agent of torchrun on this machine serves the ranks, at every address of it."""
+    return _environment.uses_agent_store(machine.environ) and machine.environ.get("GROUP_RANK") == "0"
 
 
 def check_rdma(machine: Machine) -> Iterator[Finding]:
