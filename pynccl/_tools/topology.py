@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from html import escape
 from itertools import combinations, takewhile
 
+from pynccl._errors import NcclError
 from pynccl._library import cuda
 from pynccl._tools.machine import PCI, Machine
 
@@ -20,7 +21,10 @@ LINKS = {
     "PHB": "a PCIe host bridge, usually the processor",
     "NODE": "host bridges of one NUMA node",
     "SYS": "the link between NUMA nodes",
+    "?": "not known, since /sys does not show one of the two",
 }
+# In the matrix this stands in place of the path on PCI, as NV does in that of nvidia-smi.
+_NVLINK = "NVL"
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,8 @@ class Device:
     pci: str
     node: int | None
     text: str
+    # The driver's number of a GPU that it shows.
+    ordinal: int | None = None
 
 
 @dataclass(frozen=True)
@@ -70,7 +76,8 @@ def _gpus(machine: Machine) -> Iterator[Device]:
     for number, pci in enumerate(dict.fromkeys([*known, *machine.gpus()])):
         what = cuda.device_name(known[pci]) if pci in known else "not visible to the driver"
         name = f"GPU{known.get(pci, number)}"
-        yield Device("GPU", name, pci, _node_of(machine, pci), f"{what}{_speed(machine, pci)}")
+        text = f"{what}{_speed(machine, pci)}"
+        yield Device("GPU", name, pci, _node_of(machine, pci), text, known.get(pci))
 
 
 _CLASSES = {"RDMA": "sys/class/infiniband", "net": "sys/class/net"}
@@ -131,6 +138,8 @@ def bridges(machine: Machine, device: str) -> list[str]:
 
 def link(machine: Machine, one: str, other: str) -> str:
     """Return what joins two devices on PCI, as a key of LINKS."""
+    if not all(machine.path(PCI, device).exists() for device in (one, other)):
+        return "?"
     ours, theirs = bridges(machine, one), bridges(machine, other)
     common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(ours, theirs, strict=False)))
     if common:
@@ -143,7 +152,7 @@ def link(machine: Machine, one: str, other: str) -> str:
 
 def _root(machine: Machine, device: str) -> str:
     real = os.path.realpath(machine.path(PCI, device)).split(os.sep)
-    return next((part for part in real if part.startswith("pci")), device)
+    return next((part for part in real if part.startswith("pci") and ":" in part), device)
 
 
 # --- text ---------------------------------------------------------------------------------------------------
@@ -183,14 +192,29 @@ def _title(node: Node | None) -> str:
 
 def _matrix(machine: Machine, found: list[Device]) -> Iterator[str]:
     pairs = {(a.pci, b.pci): link(machine, a.pci, b.pci) for a, b in combinations(found, 2)}
+    notes = []
+    try:
+        pairs |= _nvlinks(found)
+    except NcclError as failure:
+        notes.append(f"NVLink is not known: {failure}")
+    gpus = [device.ordinal for device in found if device.kind == "GPU"]
+    if len(gpus) > 1 and None in gpus:
+        notes.append("NVLink is known only between GPUs that the driver shows: nvidia-smi topo -m")
     width = max(4, *(len(device.name) for device in found))
     yield " ".join(f"{name:{width}}" for name in ["", *(device.name for device in found)]).rstrip()
     for one in found:
         cells = ["X" if one is other else _cell(pairs, one, other) for other in found]
         yield " ".join(f"{cell:{width}}" for cell in [one.name, *cells]).rstrip()
     yield ""
-    yield from (f"{name:4} = {LINKS[name]}" for name in LINKS if name in pairs.values())
-    yield "NVLink is not shown: nvidia-smi topo -m"
+    names = {_NVLINK: "a path with atomics, which NVLink has and PCIe has not", **LINKS}
+    yield from (f"{name:4} = {names[name]}" for name in names if name in pairs.values())
+    yield from notes
+
+
+def _nvlinks(found: list[Device]) -> dict[tuple[str, str], str]:
+    """Return the pairs of GPUs whose path has atomics. The driver does not say what a path is made of."""
+    gpus = [(device.pci, device.ordinal) for device in found if device.ordinal is not None]
+    return {(a, b): _NVLINK for (a, i), (b, j) in combinations(gpus, 2) if cuda.peer_link(i, j)[1]}
 
 
 def _cell(pairs: dict[tuple[str, str], str], one: Device, other: Device) -> str:

@@ -74,8 +74,45 @@ def test_text(machine: Path, run_python: Run) -> None:
         "PHB  = a PCIe host bridge, usually the processor",
         "NODE = host bridges of one NUMA node",
         "SYS  = the link between NUMA nodes",
-        "NVLink is not shown: nvidia-smi topo -m",
+        "NVLink is known only between GPUs that the driver shows: nvidia-smi topo -m",
     ]
+
+
+def matrix(text: str) -> dict[str, list[str]]:
+    """Return the rows of the matrix by their names."""
+    rows = [line.split() for line in text.split("\n\n")[1].splitlines()]
+    return {row[0]: row[1:] for row in rows[1:]}
+
+
+def test_nvlink(tmp_path: Path, run_python: Run, fake_gpus: dict[str, str]) -> None:
+    """The driver's devices 0 and 1 have it, and 2 is joined to neither of them."""
+    for bus in "123":
+        pci(tmp_path, f"0000:0{bus}:00.0", "0000:00:01.0", numa_node="0\n", **GPU)
+    command = [*INFO, "--topology", "--root", str(tmp_path)]
+    gpus = {"FAKE_CUDA_DEVICES": "3", **fake_gpus}
+    text = run_python(args=command, FAKE_CUDA_LINKS="02:1:0 12:1:0", **gpus).stdout
+    assert matrix(text) == {
+        "GPU0": ["X", "NVL", "PIX"],
+        "GPU1": ["NVL", "X", "PIX"],
+        "GPU2": ["PIX", "PIX", "X"],
+    }
+    assert text.splitlines()[-2:] == [
+        "NVL  = a path with atomics, which NVLink has and PCIe has not",
+        "PIX  = one PCIe switch",
+    ]
+    # The driver does not answer.
+    text = run_python(args=command, FAKE_CUDA_LINKS="none", **gpus).stdout
+    assert matrix(text)["GPU0"] == ["X", "PIX", "PIX"]
+    assert text.splitlines()[-1].startswith("NVLink is not known: cuDeviceGetP2PAttribute failed with ")
+
+
+def test_a_gpu_that_sys_lacks(tmp_path: Path, run_python: Run, fake_gpus: dict[str, str]) -> None:
+    """Its path is not known: neither to a device that is there, nor to another that is not."""
+    pci(tmp_path, "0000:01:00.0", numa_node="0\n", **GPU)
+    links = {"FAKE_CUDA_DEVICES": "3", "FAKE_CUDA_LINKS": "01:1:0 02:1:0 12:1:0", **fake_gpus}
+    text = run_python(args=[*INFO, "--topology", "--root", str(tmp_path)], **links).stdout
+    assert matrix(text) == {"GPU0": ["X", "?", "?"], "GPU1": ["?", "X", "?"], "GPU2": ["?", "?", "X"]}
+    assert text.splitlines()[-1] == "?    = not known, since /sys does not show one of the two"
 
 
 def test_two_switches(machine: Path, run_python: Run) -> None:
