@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
-from typing import IO
+from collections.abc import Iterable
+from typing import IO, TextIO
 
+# The level of a line of a report, ok, warning, error or "", and the line.
+Line = tuple[str, str]
 _COLOURS = {"ok": "green", "warning": "yellow", "error": "red"}
 
 
@@ -22,3 +25,13 @@ def coloured(text: str, level: str, stream: IO[str]) -> str:
     import click
 
     return click.style(text, fg=_COLOURS[level])
+
+
+def print_report(lines: Iterable[Line], stream: TextIO) -> None:
+    """Print the lines of a report in the colours of their levels."""
+    encoding = stream.encoding or "utf-8"
+    for level, line in lines:
+        # Names may have characters that the terminal's encoding lacks.
+        text = line.encode(encoding, "backslashreplace").decode(encoding)
+        print(coloured(text, level, stream), file=stream)
+    stream.flush()

@@ -12,6 +12,7 @@ from typing import Any
 
 import click
 
+from pynccl._base.colours import Line, coloured, print_report
 from pynccl._base.options import Seconds
 from pynccl._tools.live import ask, listeners, names
 from pynccl._trace.dumps import GAVE_NO_DUMP, Dumps, Member, Process, TraceError, printable, read_all
@@ -112,27 +113,25 @@ def trace(
         raise click.UsageError(f"--html and --chrome are both {html}; expected different files")
     try:
         if live:
-            dumps, text = _live(files, address, TIMEOUT if timeout is None else timeout)
+            dumps, lines = _live(files, address, TIMEOUT if timeout is None else timeout)
         else:
             dumps = read_all(files)
-            text = explain(dumps)
+            lines = explain(dumps)
         if chrome:
             _write("--chrome", chrome, json.dumps(chrome_events(dumps.members)).encode())
         if html:
             # Imported late: `pynccl run` starts without it.
             from pynccl._trace.timeline import page
 
-            _write("--html", html, page(dumps, text))
+            _write("--html", html, page(dumps, "\n".join(text for _, text in lines)))
     except (TraceError, OSError) as error:
-        print(f"pynccl trace: {printable(str(error))}", file=sys.stderr)
+        print(coloured(f"pynccl trace: {printable(str(error))}", "error", sys.stderr), file=sys.stderr)
         return 1
-    # Names may have characters that the terminal's encoding lacks.
-    encoding = sys.stdout.encoding or "utf-8"
-    print(text.encode(encoding, "backslashreplace").decode(encoding))
+    print_report(lines, sys.stdout)
     return 0
 
 
-def _live(folders: tuple[str, ...], address: str | None, seconds: float) -> tuple[Dumps, str]:
+def _live(folders: tuple[str, ...], address: str | None, seconds: float) -> tuple[Dumps, list[Line]]:
     """Return fresh dumps, and the report on them and on what RAS knows."""
     try:
         parse_address(address)
@@ -142,18 +141,20 @@ def _live(folders: tuple[str, ...], address: str | None, seconds: float) -> tupl
     with ThreadPoolExecutor(1) as pool:
         # At the same time, so that both tell of one moment.
         answer = pool.submit(status, address, timeout=seconds)
-        paths, lines = ask(asked, seconds)
+        paths, failures = ask(asked, seconds)
     dumps = read_all(paths)._replace(absence=GAVE_NO_DUMP) if paths else Dumps([], [])
+    lines: list[Line] = [("warning", text) for text in failures]
     if dumps.members:
-        lines = [*explain(dumps).splitlines(), *lines]
+        lines = [*explain(dumps), *lines]
     elif not any(one.number for one in asked):
-        lines.append("no process of yours listens here: start the ranks with PYNCCL_TRACE_SIGNAL=USR2")
+        text = "no process of yours listens here: start the ranks with PYNCCL_TRACE_SIGNAL=USR2"
+        lines.append(("warning", text))
     try:
         found = answer.result()
     except (RasError, OSError) as error:
-        lines.append(f"RAS: {error}")
+        lines.append(("warning", f"RAS: {error}"))
         if not dumps.members:
-            raise TraceError("; ".join(lines)) from error
+            raise TraceError("; ".join(text for _, text in lines)) from error
     else:
         lines += report(found, names=names(found, dumps))
-    return dumps, "\n".join(lines)
+    return dumps, lines

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from pynccl._base.colours import Line
 from pynccl._library.results import result_name
 from pynccl._trace.dumps import (
     GAVE_NO_DUMP,
@@ -504,6 +505,8 @@ def _crossing(one: World, two: World) -> Iterator[str]:
 
 # A dump that pynccl wrote has no more.
 _MOST_REASONS = 16
+# Reasons of dumps that a user or the launcher asked for.
+_ASKED = ("signal", "launcher")
 # The beginning of what is said of a communicator without findings.
 QUIET = "nothing is outstanding: "
 
@@ -539,20 +542,21 @@ def _quiet(world: World) -> str:
     return f"{QUIET}{text}"
 
 
-def explain(dumps: Dumps) -> str:
+def explain(dumps: Dumps) -> list[Line]:
     """Return the report of all communicators."""
     worlds = worlds_of(dumps.members)
-    lines = list(crossings(worlds))
+    lines: list[Line] = [("error", text) for text in crossings(worlds)]
     for world in worlds:
         world.absence = dumps.absence
-        lines.append(str(world))
-        lines += [f"  {text}" for text in findings(world) or [_quiet(world)]]
+        lines.append(("", str(world)))
+        found = findings(world)
+        lines += [("error", f"  {text}") for text in found] or [("ok", f"  {_quiet(world)}")]
     lines += _reasons({m.process.path: m.process for m in dumps.members}.values())
-    lines += [f"left out: {text}" for text in dumps.damage]
-    return "\n".join(lines or ["no communicators"])
+    lines += [("warning", f"left out: {text}") for text in dumps.damage]
+    return lines or [("", "no communicators")]
 
 
-def _reasons(processes: Iterable[Process]) -> Iterator[str]:
+def _reasons(processes: Iterable[Process]) -> Iterator[Line]:
     """Yield the reasons of the dumps, processes with the same reason together, and exceptions last."""
     same: dict[Reason, list[Process]] = {}
     for process in processes:
@@ -561,7 +565,8 @@ def _reasons(processes: Iterable[Process]) -> Iterator[str]:
     for reason, those in sorted(same.items(), key=lambda item: item[0].kind == "exception"):
         ranks = {process.rank for process in those if process.rank is not None}
         who = [f"process {process.pid}" for process in those if process.rank is None]
-        yield f"{join([*([say_ranks(ranks)] if ranks else []), *who])} ({reason.kind}): {reason.text}"
+        level = "" if reason.kind in _ASKED else "error"
+        yield level, f"{join([*([say_ranks(ranks)] if ranks else []), *who])} ({reason.kind}): {reason.text}"
 
 
 def _without_repeats(process: Process) -> Iterator[Reason]:

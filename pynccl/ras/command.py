@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 import click
 
-from pynccl._base.colours import coloured
+from pynccl._base.colours import Line, coloured, print_report
 from pynccl._base.options import Integer, Seconds
 from pynccl._errors import NcclError, NcclTimeoutError
 from pynccl._library.results import result_name
@@ -21,6 +21,7 @@ from pynccl.ras.report import Communicator, Lag, MissingRank, NoServer, Rank, St
 
 # Another rank serves within a second after the one that did has ended.
 _TAKES_OVER_S = 1.5
+_MOST_MISSED = 10
 
 
 def _action(_: click.Context, __: click.Parameter, value: str) -> str:
@@ -50,6 +51,10 @@ def _host(_: click.Context, __: click.Parameter, value: str | None) -> str | Non
     "--follow", type=Seconds(0.1, 86400), is_flag=False, flag_value=2.0, metavar="[SECONDS]",
     help="Ask again every SECONDS (2) until the job ends.",
 )  # fmt: skip
+@click.option(
+    "--max-missed", type=Integer(1), metavar="N",
+    help=f"With --follow: end when N answers in a row have not come; default: {_MOST_MISSED}.",
+)  # fmt: skip
 def ras(
     action: str,
     address: str | None,
@@ -59,12 +64,15 @@ def ras(
     verbose: bool,
     as_json: bool,
     follow: float | None,
+    max_missed: int | None,
 ) -> int:
     """Show the state of a running job, as its NCCL RAS server knows it.
 
     Exits with 2 if a rank is missing, behind or failed, with 1 if no server answered. With --follow it
-    exits with 0 when the job ends.
+    exits with 0 when the job ends, and with 1 when a server that is stopped does not answer any more.
     """
+    if max_missed is not None and follow is None:
+        raise click.UsageError(f"--max-missed {max_missed}: expected --follow, too")
     try:
         default_host, default_port = parse_address(address)
         where, number = host or default_host, port or default_port
@@ -73,9 +81,9 @@ def ras(
     except ValueError as error:
         raise click.UsageError(str(error)) from None
     try:
-        for found in _answers(asked, timeout, follow):
-            text = _json(found, follow is None) if as_json else "\n".join(lines(found, verbose, colours=True))
-            print(text, flush=True)
+        for found in _answers(asked, timeout, follow, max_missed or _MOST_MISSED):
+            text = [("", _json(found, follow is None))] if as_json else lines(found, verbose)
+            print_report(text, sys.stdout)
     except NcclError as error:
         print(coloured(f"pynccl ras: {error}", "error", sys.stderr), file=sys.stderr)
         return 1
@@ -85,24 +93,37 @@ def ras(
     return 0
 
 
-def _answers(address: str, timeout: float, follow: float | None) -> Iterator[Status]:
+def _answers(address: str, timeout: float, follow: float | None, most_missed: int) -> Iterator[Status]:
     """Yield the answer, or with `follow` one after the other until nobody answers any more."""
     yield status(address, timeout=timeout)
+    missed = 0
     while follow is not None:
         time.sleep(follow)
         try:
-            found = status(address, timeout=timeout)
+            found = _status_or_successor(address, timeout)
         except NoServer:
-            time.sleep(_TAKES_OVER_S)
-            try:
-                found = status(address, timeout=timeout)
-            except NoServer:
-                return
+            return
         except NcclTimeoutError as error:
             # The process that serves is stopped, or busy.
-            print(coloured(f"pynccl ras: {error}", "warning", sys.stderr), file=sys.stderr)
+            missed += 1
+            text = f"pynccl ras: {error} ({missed} of {most_missed} in a row)"
+            print(coloured(text, "warning", sys.stderr), file=sys.stderr, flush=True)
+            if missed == most_missed:
+                raise NcclTimeoutError(
+                    f"{missed} answers in a row have not come from {address}; --max-missed allows more"
+                ) from None
             continue
+        missed = 0
         yield found
+
+
+def _status_or_successor(address: str, timeout: float) -> Status:
+    """Return the state, also if another rank has to take over first."""
+    try:
+        return status(address, timeout=timeout)
+    except NoServer:
+        time.sleep(_TAKES_OVER_S)
+    return status(address, timeout=timeout)
 
 
 def _json(found: Status, indented: bool) -> str:
@@ -112,23 +133,14 @@ def _json(found: Status, indented: bool) -> str:
 
 
 def lines(
-    found: Status,
-    verbose: bool = False,
-    names: Mapping[str, str] = MappingProxyType({}),
-    colours: bool = False,
-) -> Iterator[str]:
+    found: Status, verbose: bool = False, names: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[Line]:
     """Yield the report; `names` has other names of communicators, by their hashes."""
-    encoding = sys.stdout.encoding or "utf-8"
     for level, line in _report(found, verbose, names):
-        text = printable(line).encode(encoding, "backslashreplace").decode(encoding)
-        yield coloured(text, level, sys.stdout) if colours else text
+        yield level, printable(line)
 
 
-# A line of the report, and its level: ok, warning, error or "".
-_Line = tuple[str, str]
-
-
-def _report(found: Status, verbose: bool, names: Mapping[str, str]) -> Iterator[_Line]:
+def _report(found: Status, verbose: bool, names: Mapping[str, str]) -> Iterator[Line]:
     yield "", f"NCCL {found.nccl_version or '(version unknown)'} at {found.address}"
     if found.processes is not None:
         counts = ((found.nodes, "node"), (found.processes, "process"), (found.devices, "GPU"))
@@ -146,7 +158,7 @@ def _report(found: Status, verbose: bool, names: Mapping[str, str]) -> Iterator[
         yield from _communicator(one, verbose, names.get(one.hash, ""))
 
 
-def _communicator(one: Communicator, verbose: bool, name: str) -> Iterator[_Line]:
+def _communicator(one: Communicator, verbose: bool, name: str) -> Iterator[Line]:
     ranks = "size unknown" if one.size is None else f"{one.size} {_plural('rank', one.size)}"
     named = f"{one.hash} ({name})" if name else one.hash
     text = f"communicator {named}, {ranks}: {one.status or 'status unknown'} {','.join(one.errors) or 'OK'}"

@@ -249,7 +249,7 @@ class Judge:
         return named == victims or (apart and bool(named) and set(named) < set(victims))
 
     def _judge_trace(self) -> None:
-        text = explain(read_all([self.folder / "trace"]))
+        text = "\n".join(line for _, line in explain(read_all([self.folder / "trace"])))
         self.verdict.traced = True
         who = rf"\brank {self.s.victims[0]}\b"
         # Where the victim was inside the call as well, only what the watchdog said tells it from the others.

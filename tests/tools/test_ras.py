@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from command_line import pynccl_command
-from conftest import clean_environment
+from conftest import ROOT, clean_environment
 from hosts import needs_root
 from meeting import free_port
 from processes import completed
@@ -86,6 +86,12 @@ def nccl(text: str | None = None, as_json: str | None = None) -> Answer:
         return None
 
     return answer
+
+
+def silent(connection: socket.socket) -> None:
+    """Do not answer until the client leaves."""
+    while connection.recv(1000):
+        pass
 
 
 def golden(name: str) -> str:
@@ -216,14 +222,41 @@ def test_follow_goes_on_while_the_server_is_stopped(serve: Serve) -> None:
     def silent_once(connection: socket.socket) -> None:
         asked["times"] += 1
         if asked["times"] == 2:
-            time.sleep(2)
+            silent(connection)
         elif asked["times"] < 4:
             answer(connection)
 
     address = serve(silent_once)
     done = command("--address", address, "--follow", "0.1", "--timeout", "1", "--json")
     assert (done.returncode, len(done.stdout.splitlines())) == (0, 2)
-    assert "did not answer the greeting within 1 s\n" in done.stderr
+    assert "did not answer the greeting within 1 s (1 of 10 in a row)\n" in done.stderr
+
+
+def test_follow_ends_when_the_server_stays_stopped(serve: Serve) -> None:
+    """Only answers that are missed in a row count."""
+    answer, asked = nccl(as_json=golden("nccl-2.29.1-missing.json")), Counter[str]()
+
+    def silent_at_times(connection: socket.socket) -> None:
+        asked["times"] += 1
+        if asked["times"] in (1, 3):
+            answer(connection)
+        else:
+            silent(connection)
+
+    address = serve(silent_at_times)
+    done = command("--address", address, "--follow", "0.1", "--timeout", "0.5", "--json", "--max-missed", "2")
+    assert (done.returncode, len(done.stdout.splitlines())) == (1, 2)
+    late = f"pynccl ras: The server at {address} did not answer the greeting within 0.5 s"
+    assert done.stderr.splitlines() == [
+        *(f"{late} ({number} of 2 in a row)" for number in (1, 1, 2)),
+        f"pynccl ras: 2 answers in a row have not come from {address}; --max-missed allows more",
+    ]
+
+
+def test_the_answer_of_the_page(serve: Serve) -> None:
+    shown = command("--address", serve(nccl(as_json=golden("nccl-2.29.1-missing.json")))).stdout
+    page = (ROOT / "docs" / "ras.md").read_text()
+    assert f"$ pynccl ras\n{re.sub('127.0.0.1:[0-9]+', 'localhost:28028', shown)}```\n" in page
 
 
 def test_who_is_behind(serve: Serve) -> None:
@@ -339,6 +372,12 @@ def test_an_empty_host() -> None:
     done = pynccl_command("ras", "--host", "", "--port", "5")
     assert done.exit_code == 2
     assert "'--host': expected a host, not ''" in done.output
+
+
+def test_most_missed_answers_without_follow() -> None:
+    done = pynccl_command("ras", "--max-missed", "3")
+    assert done.exit_code == 2
+    assert "--max-missed 3: expected --follow, too" in done.output
 
 
 def test_an_address_without_its_option() -> None:

@@ -17,6 +17,7 @@ from conftest import clean_environment
 from launchers import PYNCCL_RUN
 from meeting import free_port, state, until
 from processes import completed
+from terminals import RED, YELLOW, in_terminal
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -34,11 +35,11 @@ with pynccl.init() as comm:
     comm.all_reduce(np.ones(4))
 """
 LINE = PROGRAM.splitlines().index("    comm.all_reduce(np.ones(4))") + 1
+LIVE = [sys.executable, "-m", "pynccl", "trace", "--live"]
 
 
 def live(*args: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "pynccl", "trace", "--live", *args]
-    return completed(command, env=clean_environment(), timeout=40)
+    return completed([*LIVE, *args], env=clean_environment(), timeout=40)
 
 
 @contextmanager
@@ -78,6 +79,11 @@ def test_who_is_behind_and_who_gives_no_dump(tmp_path: Path) -> None:
         assert re.search(rf"^communicator 0x\w+ \({name}\), 3 ranks: RUNNING MISMATCH$", done.stdout, re.M)
         assert f"rank 2 has launched 5 of 6 AllReduce operations (process {pids[2]}" in done.stdout
         assert "did not answer" not in done.stdout
+        command = [*LIVE, "--address", address, str(traces)]
+        shown, _ = in_terminal(command, clean_environment())
+        red, yellow = ("".join(line for line in shown if line.startswith(one)) for one in (RED, YELLOW))
+        assert behind in red and "RUNNING MISMATCH" in red
+        assert "rank 2 has launched 5 of 6" in yellow
 
         os.kill(pids[1], signal.SIGSTOP)
         until(lambda: state(pids[1]) == "T")

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import sys
 from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise
@@ -17,9 +18,10 @@ import pytest
 
 import trace_programs as programs
 from command_line import pynccl_command
-from conftest import Run
+from conftest import Run, clean_environment
 from pynccl.__main__ import main
 from pynccl.testing import run
+from terminals import GREEN, RED, YELLOW, in_terminal
 from trace_dumps import PENDING, mutated, pair, reduce, sound_dumps, write
 
 PLACE = r"( at \S*trace_programs\.py:\d+)?"
@@ -483,6 +485,25 @@ def test_chrome_events(tmp_path: Path) -> None:
         "rank 0",
         "rank 1",
     }
+
+
+def test_colours_in_a_terminal(tmp_path: Path) -> None:
+    for name, records in (("good", [reduce(1)]), ("bad", [reduce(1), reduce(2, **PENDING)])):
+        (tmp_path / name).mkdir()
+        for rank in range(2):
+            write(tmp_path / name, rank, 2, records[: 2 - rank], comm=name)
+    (tmp_path / "bad" / "rank9.jsonl").write_text("not a dump")
+    command = [sys.executable, "-m", "pynccl", "trace", str(tmp_path / "good"), str(tmp_path / "bad")]
+    shown, code = in_terminal(command, clean_environment())
+    plain, _ = in_terminal(command, clean_environment(), NO_COLOR="1")
+    assert (code, plain) == (0, [re.sub(r"\x1b\[\d+m", "", line) for line in shown])
+    assert plain == [*told(tmp_path / "bad", str(tmp_path / "good")).splitlines(), ""]
+    levels = {GREEN: "nothing is outstanding", RED: "rank 0 waits in all_reduce #2", YELLOW: "left out: "}
+    for colour, words in levels.items():
+        (line,) = [line for line in shown if line.startswith(colour)]
+        assert words in line
+    gone, _ = in_terminal([*command[:4], str(tmp_path / "gone")], clean_environment())
+    assert gone[0].startswith(f"{RED}pynccl trace: ")
 
 
 # --- damaged dumps ------------------------------------------------------------------------------------------
