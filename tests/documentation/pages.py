@@ -58,7 +58,6 @@ NOT_RUN = {
 }
 OUTPUT = {
     "of this machine": "it names what is installed here",
-    "of NVIDIA's library": "the CPU library reports at once what hangs there",
     "of a random job": "the fault, and who notices it first, differ",
 }
 

@@ -111,6 +111,10 @@ try:
 except ValueError:
     pass
 comm.barrier()
+# A prepared call has its range here; its runs, and split, have none.
+plan = pynccl.Plan([comm.prepare.reduce(x)])
+plan()
+comm.split(0).destroy()
 """
 
 
@@ -124,6 +128,7 @@ def test_ranges(run_python: Run, tmp_path: Path) -> None:
         *("pynccl all_reduce 4000", "pynccl pop"),
         *("pynccl broadcast 4000", "pynccl pop"),
         *("pynccl barrier -1", "pynccl pop"),
+        *("pynccl reduce 4000", "pynccl pop"),
     ], done.stderr
 
 
