@@ -123,6 +123,58 @@ def test_uneven_traffic_from_a_file(tmp_path: Path) -> None:
     assert "expected a square matrix" in done.stderr
 
 
+def test_the_summary_of_the_traffic(tmp_path: Path) -> None:
+    """The lines of nccl-tests, in the middle of a line: bytes of each rank, and bandwidths from the time."""
+    matrix = tmp_path / "matrix"
+    matrix.write_text("0 80 160 0\n800 0 8 0\n16 32 0 0\n0 0 0 0\n")
+    of_file = {"NCCL_TESTS_ALLTOALLV_MATRIX_FILE": str(matrix), "NCCL_TESTS_ALLTOALLV_MATRIX_SCALE": "2"}
+    for variables, title, moved in (
+        ({}, "mode=generated nranks=3 total_bytes=12000 spread=1.000", [(12000, 12000)] * 3),
+        (of_file, "mode=matrix nranks=3 matrix_dim=4 scale=2.000", [(480, 1632), (1616, 224), (96, 336)]),
+    ):
+        command = [sys.executable, "-m", "pynccl", "bench", "alltoallv", "-g", "3", "-n", "2"]
+        variables = variables | {"NCCL_TESTS_ALLTOALLV_PRINT_SUMMARY": "1"}
+        done = run(*command, "-b", "12000", "-e", "12000", **variables)
+        assert done.returncode == 0, done.stderr
+        text = done.stdout.partition("(GB/s)         \n")[2].partition("# Out of")[0]
+        begin, out_of_place, in_place = text.split("# NCCL_TESTS_ALLTOALLV_PRINT_SUMMARY: ")
+        assert re.fullmatch(r" +\d+ +\d+ +float +none +-1", begin)
+        for half, checked in ((out_of_place, "     0"), (in_place, "  N/A\n")):
+            lines_of_half = half.split("\n", 4)
+            found = re.fullmatch(re.escape(title) + r" time_usec=(\d+\.\d\d)", lines_of_half[0])
+            assert found, half
+            for rank, (sent, received) in enumerate(moved):
+                line = re.fullmatch(
+                    rf"#   rank={rank} send_bytes={sent} recv_bytes={received} "
+                    r"alg_bw=(\d+\.\d\d) bus_bw=(\d+\.\d\d)",
+                    lines_of_half[1 + rank],
+                )
+                assert line, half
+                bandwidth = max(sent, received) / float(found[1]) / 1e3
+                assert float(line[1]) == pytest.approx(bandwidth, abs=0.0051)
+                assert float(line[2]) == pytest.approx(bandwidth * 2 / 3, abs=0.0051)
+            time_column, *_ = lines_of_half[4].split()
+            assert float(time_column) == pytest.approx(float(found[1]), rel=0.01)
+            assert lines_of_half[4].endswith(checked)
+
+
+def test_without_the_summary() -> None:
+    off = bench(2, "alltoallv", "-b", "4K", "-e", "4K", NCCL_TESTS_ALLTOALLV_PRINT_SUMMARY="0")
+    assert len(lines(off)) == 1
+    wrong = pynccl_command("bench", "-n", "2", "alltoallv", NCCL_TESTS_ALLTOALLV_PRINT_SUMMARY="yes")
+    assert wrong.exit_code == 2
+    words = "NCCL_TESTS_ALLTOALLV_PRINT_SUMMARY is 'yes'; expected 1, or 0"
+    assert words in " ".join(wrong.stderr.split())
+
+
+def test_traffic_as_in_nccl_tests() -> None:
+    """28, the sum of the distances, does not divide 7808. Shares are cut to 16 bytes after one rounding."""
+    args = ["alltoallv", "-g", "8", "-b", "7808", "-e", "7808", "-n", "1", "-w", "0"]
+    (line,) = lines(run(sys.executable, "-m", "pynccl", "bench", *args))
+    shares = [7808 * distance // 28 & ~15 for distance in range(8)]
+    assert (line["size"], line["wrong"]) == (str(sum(shares)), "0")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("file", "words"),
@@ -318,9 +370,10 @@ def test_the_docs_list_every_flag() -> None:
     assert {letter for letter, *_ in rows} == helps.keys() - {"-h", words[:2]}
 
 
-def test_steps_cycles_and_roots() -> None:
+@pytest.mark.parametrize("roots", ["-1", "all"])
+def test_steps_cycles_and_roots(roots: str) -> None:
     found = lines(
-        bench(2, "broadcast", "-b", "1K", "-e", "3K", "-i", "1K", "-n", "1", "-N", "2", "-r", "all")
+        bench(2, "broadcast", "-b", "1K", "-e", "3K", "-i", "1K", "-n", "1", "-N", "2", "-r", roots)
     )
     assert [line["size"] for line in found] == ["1024", "2048", "3072"] * 4
     assert [line["root"] for line in found] == ["0"] * 6 + ["1"] * 6
@@ -341,6 +394,81 @@ def test_threads_and_devices_of_one_process(program: str) -> None:
     assert len(re.findall(r"^#  Rank +\d Group +0 Pid .* CPU library$", done.stdout, re.MULTILINE)) == 4
     assert "# nThread 2 nGpus 2 " in done.stdout
     assert "# Parallel Init Enabled: threads call into NcclInitRank concurrently \n" in done.stdout
+
+
+# Tells of each group call that creates ranks of a communicator of several: its thread and these ranks.
+TELLS_OF_CREATIONS = """
+    #define _GNU_SOURCE
+    #include <dlfcn.h>
+    #include <nccl.h>
+    #include <stdio.h>
+    #include <unistd.h>
+    static __thread int depth;
+    static __thread char ranks[100];
+    ncclResult_t ncclGroupStart(void) {
+      depth++;
+      return ((__typeof__(&ncclGroupStart))dlsym(RTLD_NEXT, "ncclGroupStart"))();
+    }
+    ncclResult_t ncclGroupEnd(void) {
+      if (--depth == 0 && ranks[0]) fprintf(stderr, "created by %d:%s\\n", gettid(), ranks);
+      ranks[0] = 0;
+      return ((__typeof__(&ncclGroupEnd))dlsym(RTLD_NEXT, "ncclGroupEnd"))();
+    }
+    ncclResult_t ncclCommInitRank(ncclComm_t* comm, int nranks, ncclUniqueId id, int rank) {
+      int used = 0;
+      while (ranks[used]) used++;
+      if (depth && nranks > 1) sprintf(ranks + used, " %d", rank);
+      else if (nranks > 1) fprintf(stderr, "created alone: %d\\n", rank);
+      return ((__typeof__(&ncclCommInitRank))dlsym(RTLD_NEXT, "ncclCommInitRank"))(comm, nranks, id, rank);
+    }
+"""
+
+
+def test_which_thread_creates_the_communicators(tmp_path: Path) -> None:
+    """-p 0: one creates all in one group; 1: each its own."""
+    library = changed_library(tmp_path, TELLS_OF_CREATIONS)
+    args = ["all_reduce", "-t", "2", "-g", "2", "-b", "4K", "-e", "4K", "-n", "1"]
+    for flags, groups in (
+        ([], [" 0 1 2 3"]),
+        (["-p", "1"], [" 0 1", " 2 3"]),
+        (["-p", "1", "-T", "20", "-t", "4", "-g", "1"], [" 0", " 1", " 2", " 3"]),
+    ):
+        done = run(sys.executable, "-m", "pynccl", "bench", *args, *flags, PYNCCL_LIBRARY=library)
+        assert [line["wrong"] for line in lines(done)] == ["0"]
+        found = re.findall(r"created (\w+).*?(\d+):(.*)", done.stderr)
+        assert sorted(ranks for _, _, ranks in found) == groups, done.stderr
+        assert len({thread for _, thread, _ in found}) == len(groups)
+        assert "created alone" not in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flag", ["0", "1"])
+def test_several_processes_of_several_devices(flag: str) -> None:
+    done = bench(
+        2, "all_gather", "-t", "2", "-g", "2", "-p", flag, "-T", "20", "-x", "1", "-b", "4K", "-e", "4K"
+    )
+    assert [line["wrong"] for line in lines(done)] == ["0"]
+    assert len(re.findall(r"^#  Rank +\d Group", done.stdout, re.MULTILINE)) == 8
+
+
+@pytest.mark.parametrize("flag", ["0", "1"])
+def test_a_creation_that_fails(tmp_path: Path, flag: str) -> None:
+    """The error is that of rank 2, also in the thread of ranks 0 and 1, and every thread ends."""
+    code = """
+        #define _GNU_SOURCE
+        #include <dlfcn.h>
+        #include <nccl.h>
+        ncclResult_t ncclCommInitRank(ncclComm_t* comm, int nranks, ncclUniqueId id, int rank) {
+          if (nranks > 1 && rank == 2) rank = -2;
+          __typeof__(&ncclCommInitRank) real = dlsym(RTLD_NEXT, "ncclCommInitRank");
+          return real(comm, nranks, id, rank);
+        }
+    """
+    args = ["all_reduce", "-t", "2", "-g", "2", "-p", flag, "-b", "4K", "-e", "4K"]
+    command = [sys.executable, "-m", "pynccl", "bench", *args]
+    done = run(*command, PYNCCL_LIBRARY=changed_library(tmp_path, code), timeout=50)
+    assert done.returncode == 1
+    assert re.search(r"rank -2 \(pid .*\) is out of range for 4 ranks", done.stderr), done.stderr
 
 
 @pytest.mark.skipif(cuda.available(), reason="this machine has an NVIDIA driver")
@@ -490,8 +618,9 @@ def test_a_bandwidth_that_is_required() -> None:
         (["sendrecv", "--p2p", "--compare", "gloo"], "--p2p with --compare; expected one of them"),
         (["all_reduce", "--plot", "x.pdf"], "--plot: x.pdf: expected a name that ends in .png or .svg"),
         (["put_signal", "-R", "1"], "put_signal has its buffers in windows"),
-        (["broadcast", "-r", "x"], "expected a rank or all, not 'x'"),
-        (["broadcast", "-r", "²"], "expected a rank or all, not '²'"),
+        (["broadcast", "-r", "x"], "expected a rank, or -1 or all for all ranks, not 'x'"),
+        (["broadcast", "-r", "-2"], "expected a rank, or -1 or all for all ranks, not '-2'"),
+        (["broadcast", "-r", "²"], "expected a rank, or -1 or all for all ranks, not '²'"),
         (["broadcast", "-b", "٣"], "expected a number of bytes, or with K, M or G behind it, not '٣'"),
         (["allreduce"], "No such command 'allreduce'"),
         (["all_reduce", "--cpu"], "--cpu behind the program; expected `pynccl bench -n N --cpu PROGRAM ...`"),

@@ -14,6 +14,7 @@ Array = np.ndarray[Any, Any]
 SPREAD = "NCCL_TESTS_ALLTOALLV_SPREAD"
 MATRIX = "NCCL_TESTS_ALLTOALLV_MATRIX_FILE"
 SCALE = "NCCL_TESTS_ALLTOALLV_MATRIX_SCALE"
+SUMMARY = "NCCL_TESTS_ALLTOALLV_PRINT_SUMMARY"
 
 _MOST_TEXT, _MOST_BYTES = 1 << 26, 1 << 50
 
@@ -25,6 +26,7 @@ def has_matrix() -> bool:
 
 def require_sizes(nranks: int, least: int, most: int) -> None:
     """Refuse wrong variables, and sizes (-b, -e) that do not fit the traffic of the file, if there is one."""
+    has_summary()
     if not has_matrix():
         _variable(SPREAD)
         return
@@ -44,12 +46,13 @@ def traffic(nranks: int, total: int) -> Array:
     """Return the bytes from each rank (row) to each (column); without a file each sends about `total`."""
     path = os.environ.get(MATRIX)
     if path is not None:
-        return _from_file(path, _variable(SCALE), nranks)
-    spread = min(1.0, _variable(SPREAD))
+        return _from_file(path, _variable(SCALE), nranks)[:nranks, :nranks]
+    spread = _spread()
     if nranks == 1:
         return np.array([[total]]) & ~15
     distance = (np.arange(nranks) - np.arange(nranks)[:, None]) % nranks
-    weighted = distance * (total / (nranks * (nranks - 1) // 2))
+    # In nccl-tests' order: another one may round to 16 bytes less.
+    weighted = distance * float(total) / (nranks * (nranks - 1) // 2)
     return ((1 - spread) * (total / nranks) + spread * weighted).astype(np.int64) & ~15
 
 
@@ -71,7 +74,41 @@ def _from_file(path: str, scale: float, nranks: int) -> Array:
     for value in (value for row in rows for value in row):
         if not 0 <= value * scale < _MOST_BYTES:
             raise ValueError(f"{MATRIX} is {path!r}, with {value:g}; expected bytes, 0 to 2**50")
-    return (np.array(rows)[:nranks, :nranks] * scale).astype(np.int64) & ~15
+    # In nccl-tests, too, the products are of this type.
+    return (np.array(rows, np.longdouble) * scale).astype(np.int64) & ~15
+
+
+def has_summary() -> bool:
+    """Tell whether each measurement prints the traffic and the bandwidth of each rank."""
+    text = os.environ.get(SUMMARY, "0")
+    try:
+        return int(text) != 0
+    except ValueError:
+        raise ValueError(f"{SUMMARY} is {text!r}; expected 1, or 0") from None
+
+
+def summary(nranks: int, total: int, seconds: float) -> str:
+    """Return the lines of that summary, as nccl-tests prints them (AlltoAllvPrintRankBandwidths)."""
+    path = os.environ.get(MATRIX)
+    if path is None:
+        how = f"mode=generated nranks={nranks} total_bytes={total} spread={_spread():.3f}"
+    else:
+        scale = _variable(SCALE)
+        dim = len(_from_file(path, scale, nranks))
+        how = f"mode=matrix nranks={nranks} matrix_dim={dim} scale={scale:.3f}"
+    lines = [f"# {SUMMARY}: {how} time_usec={seconds * 1e6:.2f}"]
+    moved = traffic(nranks, total)
+    for rank, (sent, received) in enumerate(zip(moved.sum(axis=1), moved.sum(axis=0), strict=True)):
+        bandwidth = max(sent, received) / 1e9 / seconds if seconds else 0.0
+        lines.append(
+            f"#   rank={rank} send_bytes={sent} recv_bytes={received} alg_bw={bandwidth:.2f} "
+            f"bus_bw={bandwidth * ((nranks - 1) / nranks):.2f}"
+        )
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _spread() -> float:
+    return min(1.0, _variable(SPREAD))
 
 
 def _variable(name: str) -> float:

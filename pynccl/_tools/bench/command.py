@@ -86,10 +86,10 @@ class _Root(click.ParamType[Any]):
     name = "ROOT"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        if value == "all":
+        if value in ("all", "-1"):
             return -1
         if not (str(value).isascii() and str(value).isdecimal() and len(str(value)) < 10):
-            self.fail(f"expected a rank or all, not {value!r}", param, ctx)
+            self.fail(f"expected a rank, or -1 or all for all ranks, not {value!r}", param, ctx)
         return int(value)
 
 
@@ -140,11 +140,11 @@ _FLAGS: tuple[tuple[str, str, click.ParamType[Any], str], ...] = (
     ("agg_iters", "m", _ONE, "Calls of an iteration, as one group."),
     ("warmup_iters", "w", _ZERO, "Iterations before the first measurement, of every power of two."),
     ("run_cycles", "N", _ZERO, "Times that all sizes are measured; 0: without end."),
-    ("parallel_init", "p", _choice(1), "Threads create communicators concurrently, with 0 and with 1."),
+    ("parallel_init", "p", _choice(1), "1: each thread creates its communicators; 0: one thread all."),
     ("check", "c", _ZERO, "Calls whose results are checked, for each line."),
     ("op", "o", _NameOrAll("OP", OPS), f"Reduction: {', '.join(OPS)}, or all."),
     ("datatype", "d", _NameOrAll("TYPE", tuple(TYPES)), f"Datatype: {', '.join(TYPES)}, or all."),
-    ("root", "r", _Root(), "Root, or all."),
+    ("root", "r", _Root(), "Root; -1 or all: each rank in turn."),
     ("blocking", "z", _choice(3), "1: wait and meet after each call; 2: wait; 3: wait and meet, untimed."),
     ("stream_null", "y", _choice(1), "1: use the NULL stream."),
     ("timeout", "T", _ZERO, f"Seconds after which a wait ends the run; 0: {LONGEST_WAIT}."),

@@ -54,6 +54,8 @@ class Half:
     # Seconds of each iteration, the longest of all processes, and each process's.
     iterations: list[float] = field(default_factory=list)
     processes: list[list[float]] = field(default_factory=list)
+    # Lines that nccl-tests prints before the columns.
+    lines_before: str = ""
 
 
 class Bench:
@@ -111,6 +113,7 @@ class Bench:
             algorithm * case.operation.factor(case.shape.nranks),
             wrong,
             failing,
+            lines_before=case.operation.lines_before(case.shape, case.counts, seconds),
         )
         if settings.percentiles and not settings.per_iter_timing:
             # Apart from the line's time, in which iterations are not waited for.

@@ -14,7 +14,7 @@ import numpy as np
 
 from pynccl._comm.communicator import Communicator
 from pynccl._comm.prepared import Plan, Prepared
-from pynccl._tools.bench.alltoallv import has_matrix, traffic
+from pynccl._tools.bench.alltoallv import has_matrix, has_summary, summary, traffic
 from pynccl._tools.bench.data import Pattern
 
 # A call, or several, that run one after another.
@@ -83,6 +83,8 @@ class Operation:
     # False: there is no in-place form; the second half of a line repeats the call, unchecked.
     in_place: bool = True
     windows: bool = False
+    # Lines that a half prints before its columns, from the seconds of a call.
+    lines_before: Callable[[Shape, Counts, float], str] = lambda shape, counts, seconds: ""
 
 
 def _aligned(shape: Shape) -> int:
@@ -258,6 +260,11 @@ def _most(shape: Shape, counts: Counts) -> float:
     return max(counts.send, counts.recv) * shape.itemsize
 
 
+def _summary(shape: Shape, counts: Counts, seconds: float) -> str:
+    total = counts.param * shape.nranks * shape.itemsize
+    return summary(shape.nranks, total, seconds) if has_summary() else ""
+
+
 def _uneven_blocks(pattern: Pattern, counts: Counts, rank: int, root: int) -> Array:
     itemsize, n = pattern.dtype.itemsize, pattern.nranks
     sent = traffic(n, counts.param * n * itemsize) // itemsize
@@ -357,6 +364,7 @@ OPERATIONS = {
             _own_data,
             _uneven_blocks,
             in_place=False,
+            lines_before=_summary,
         ),
         Operation(
             "scatter", "Scatter", _scattered, _all, _others, _scatter, _root_data, _part_of_root, rooted=True

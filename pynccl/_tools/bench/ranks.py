@@ -22,6 +22,7 @@ from pynccl._device.devices import on_device
 from pynccl._errors import NcclTimeoutError
 from pynccl._library import cuda, loader
 from pynccl._memory.allocation import Allocation
+from pynccl._tools.bench.creation import GroupCall
 from pynccl._tools.bench.memory import DeviceUsage, HostUsage
 from pynccl._tools.bench.settings import Settings
 
@@ -144,18 +145,14 @@ class World:
             return [self.control]
         uid = pynccl.UniqueId(bytes.fromhex(self._texts(bytes(pynccl.get_unique_id()).hex())[0]))
         size, first = each * self.processes, each * self.process
-
-        def create(i: int) -> pynccl.Communicator:
-            return pynccl.Communicator(
-                size,
-                uid,
-                first + i,
-                config=config,
-                device=self._chosen_device(i),
-                timeout=self.settings.watched,
-            )
-
-        return _on_threads(each, create)
+        devices = [self._chosen_device(i) for i in range(each)]
+        # -p: one thread creates all communicators of the process, or each its own.
+        together = self.settings.ngpus if self.settings.parallel_init else each
+        groups = [
+            GroupCall(uid, size, first + at, devices[at : at + together], config, self.settings.watched)
+            for at in range(0, each, together)
+        ]
+        return _on_threads(each, lambda i: groups[i // together].communicator(i % together))
 
     def device(self, i: int) -> int | None:
         """Return the device of this process's rank i."""

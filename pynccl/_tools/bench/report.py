@@ -1,7 +1,9 @@
 """The output: nccl-tests' lines, character for character, and its JSON.
 
 Formats are those of nccl-tests 2.19.6 (src/util.cu), so that programs that read them go on working. Only the
-line with the version names pynccl, and times of iterations come from the host's clock.
+line with the version names pynccl, and times of iterations come from the host's clock. The tables that
+nccl-tests has not (compare, against, percentiles, pairs) are in its style on purpose, with columns of fixed
+widths, so that they stand below its lines and scripts can read both alike; -M's line is its own.
 """
 
 from __future__ import annotations
@@ -195,6 +197,9 @@ class Report:
     def half(self, half: Half, in_place: bool) -> None:
         """Write one half of a line."""
         s, name = self._settings, "in_place" if in_place else "out_of_place"
+        # As there, in the middle of the line.
+        if half.lines_before:
+            self._print(half.lines_before, end="")
         # One column less, as there.
         wrong = "  N/A" if half.wrong is None else f"{half.wrong:6g}"
         self._print(
