@@ -454,8 +454,13 @@ def init_all(devices: int | Sequence[int], *, timeout: float | None = None) -> l
         core.identity, core.origin = identity, "init_all"
         # No control channel: the ranks of one process die together.
         create.take(core, handle, with_channel=False)
-        ranks.append(Communicator._of(core))
+        ranks.append(around(core))
     return ranks
+
+
+def around(core: Core) -> Communicator:
+    """Return the communicator of a core that is set up."""
+    return Communicator._of(core)
 
 
 def _ordinals(devices: Any) -> list[int]:

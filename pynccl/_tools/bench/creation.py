@@ -8,7 +8,7 @@ from contextlib import suppress
 
 from pynccl import capi
 from pynccl._comm import create
-from pynccl._comm.communicator import Communicator
+from pynccl._comm.communicator import Communicator, around
 from pynccl._comm.core import Core
 from pynccl._device.devices import on_device
 from pynccl._errors import NcclError
@@ -47,7 +47,7 @@ class GroupCall:
         (rank, device), core = self._places[i], self._cores[i]
         what = f"creating the communicator of rank {rank} of {self._size}"
         create.create(core, what, lambda: self._handle(i), device)
-        return Communicator._of(core)
+        return around(core)
 
     def _handle(self, i: int) -> int:
         if i == 0:
