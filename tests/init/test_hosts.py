@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import signal
 import subprocess
 from collections.abc import Callable
@@ -16,6 +18,7 @@ from conftest import Launch, clean_environment
 from hosts import Hosts, needs_root
 from launchers import PYNCCL_RUN
 from meeting import until_gone
+from pynccl._run.hosts import SSH as OPENSSH
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -128,6 +131,60 @@ def test_one_machine(start: Start) -> None:
     out, errors = job.communicate(timeout=50)
     assert job.returncode == 0, errors
     assert [words[2:4] for words in said(out)] == [["0", "1"]]
+
+
+class Servers:
+    """OpenSSH's server in each namespace, and how its client reaches them."""
+
+    def __init__(self, hosts: Hosts, folder: Path, launched: Launch) -> None:
+        key, sshd = folder / "key", shutil.which("sshd", path="/usr/sbin:/usr/bin")
+        assert sshd, "expected Debian's openssh-server"
+        Path("/run/sshd").mkdir(exist_ok=True)
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", key], check=True, timeout=20)
+        (folder / "known").touch()
+        options = {"HostKey": key, "AuthorizedKeysFile": f"{key}.pub", "StrictModes": "no", "PidFile": "none"}
+        options |= {"PermitRootLogin": "yes", "PasswordAuthentication": "no"}
+        for name in hosts.names:
+            command = [sshd, "-D", "-e", "-p", "2222", "-f", "/dev/null"]
+            command += [word for item in options.items() for word in ("-o", "{}={}".format(*item))]
+            launched(["ip", "netns", "exec", name, *command])
+        client = {"Port": 2222, "IdentityFile": key, "StrictHostKeyChecking": "accept-new"}
+        client |= {"UserKnownHostsFile": folder / "known", "ConnectionAttempts": 20, "LogLevel": "ERROR"}
+        (folder / "config").write_text("".join(f"{name} {value}\n" for name, value in client.items()))
+        self.command = f"{OPENSSH} -F {folder / 'config'}"
+
+
+@pytest.mark.full
+@needs_root
+@pytest.mark.parametrize("breaks", [False, True])
+def test_openssh(breaks: bool, hosts: Hosts, tmp_path: Path, launched: Launch) -> None:
+    """Two machines, whose connection may break: then the other ranks end, too."""
+    (tmp_path / "program.py").write_text(PROGRAM)
+    (tmp_path / "hosts").write_text("root@10.199.0.1 slots=1\nroot@10.199.0.2 slots=1\n")
+    servers = Servers(hosts, tmp_path, launched)
+    words = ["--cpu", "--no-tag", "--hosts", "hosts", "--ssh", servers.command, "program.py"]
+    job = launched(
+        ["ip", "netns", "exec", hosts.names[0], *PYNCCL_RUN, *words, *(["waits"] if breaks else [])],
+        env=clean_environment(),
+        cwd=tmp_path,
+    )
+    if not breaks:
+        out, errors = job.communicate(timeout=50)
+        assert job.returncode == 0, errors
+        assert [words[2:4] for words in said(out)] == [["0", "2"], ["1", "2"]]
+        return
+    assert job.stdout is not None
+    pids = [int(json.loads(job.stdout.readline())[0]) for _ in range(2)]
+    inside = subprocess.run(
+        ["ip", "netns", "pids", hosts.names[1]], check=True, capture_output=True, text=True, timeout=20
+    )
+    for pid in map(int, inside.stdout.split()):
+        if Path(f"/proc/{pid}/comm").read_text().startswith("sshd"):
+            os.kill(pid, signal.SIGKILL)
+    _, errors = job.communicate(timeout=50)
+    assert job.returncode == 255
+    assert "pynccl run: the launcher on root@10.199.0.2 ended with code 255" in errors
+    until_gone(pids)
 
 
 @pytest.mark.slow
