@@ -656,6 +656,42 @@ def test_the_maker_of_the_id_is_stopped(tmp_path: Path) -> None:
     assert took < 2 + SOON
 
 
+def is_stopped_after_it_joined(rank: int, nranks: int, stopped: int, folder: str) -> Outcome | None:
+    """Three ranks grow with two new ones, of which the first comes once one of the others is stopped."""
+    old = 3
+    comm = pynccl.init(rank=rank, world_size=old, timeout=4) if rank < old else None
+    uid = shared_id(comm, folder, "first") if comm else read_id(folder, "first")
+    if rank == stopped:
+
+        def stop() -> None:
+            Path(folder, "pid").write_text(str(os.getpid()))
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+        threading.Timer(0.7, stop).start()
+    if rank == old:
+        until(Path(folder, "pid").exists, 30)
+    came = outcome(
+        partial(comm.grow, nranks, uid) if comm else partial(Communicator.join, nranks, uid, rank, timeout=15)
+    )
+    if rank == stopped:
+        return None
+    tell(f"over {rank}")
+    if rank == 0:
+        for other in {1, 2, 3, 4} - {stopped}:
+            hear(f"over {other}")
+        os.kill(int(Path(folder, "pid").read_text()), signal.SIGCONT)
+    return came
+
+
+@pytest.mark.parametrize("stopped", [1, 4])
+def test_a_rank_is_stopped_after_it_joined(stopped: int, tmp_path: Path) -> None:
+    """An old rank, or a new one: all others name it, also those that have just joined."""
+    results = run(5, is_stopped_after_it_joined, stopped, str(tmp_path), backend="cpu", timeout=50)
+    for came in results:
+        if came is not None:
+            assert came[:2] in (("NcclTimeoutError", [stopped]), ("RankFailedError", [stopped])), results
+
+
 def is_slow_while_it_grows(rank: int, nranks: int, late: int, where: str, how: str, folder: str) -> Outcome:
     """Rank `late` is slow or stopped in a function while it grows with the last rank, a new one."""
     old = nranks - 1

@@ -20,6 +20,11 @@ void clean(char (&name)[N]) {
     if (c && (c < ' ' || c > '~')) c = '?';
 }
 
+constexpr char kStopped[] =
+    "the process that made the unique id did not respond until the time-out had passed: it was stopped, or "
+    "its "
+    "machine is overloaded";
+
 // Unauthenticated ranks may use this part of the process's descriptors.
 size_t most_public_seats() {
   rlimit limit{};
@@ -267,7 +272,7 @@ bool RootTable::announced(Root& root, const SeatPtr& seat, const Announce& a) {
   int wanted = shares.count(share);
   if (int(round.members.size()) < wanted) return true;
   // Ranks that joined just before the time-out need time for the second phase.
-  set_deadline(root, std::max(root.deadline, after_ms(5000)));
+  if (root.deadline < after_ms(1000)) set_deadline(root, after_ms(5000));
   for (Member& m : round.members) m.seat->tell(Ctl::Gathered, 0, {});
   return true;
 }
@@ -404,7 +409,9 @@ std::string RootTable::joined(const Root& root, LateRanks* late) const {
 void RootTable::expire(Deadline now) {
   while (!timers_.empty() && timers_.begin()->first <= now) {
     Root& root = roots_.at(timers_.begin()->second);
-    end(root, late(root));
+    // Ranks may have come that this process has not heard.
+    const bool stopped = now - root.deadline > std::chrono::seconds(1);
+    end(root, stopped ? Failure{ncclTimeout, kStopped, {}} : late(root));
   }
 }
 
