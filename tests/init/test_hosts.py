@@ -18,6 +18,7 @@ from conftest import Launch, clean_environment
 from hosts import Hosts, needs_root
 from launchers import PYNCCL_RUN
 from meeting import until_gone
+from processes import completed
 from pynccl._run.hosts import SSH as OPENSSH
 
 pytestmark = pytest.mark.timeout(60)
@@ -175,9 +176,7 @@ def test_openssh(breaks: bool, hosts: Hosts, tmp_path: Path, launched: Launch) -
         return
     assert job.stdout is not None
     pids = [int(json.loads(job.stdout.readline())[0]) for _ in range(2)]
-    inside = subprocess.run(
-        ["ip", "netns", "pids", hosts.names[1]], check=True, capture_output=True, text=True, timeout=20
-    )
+    inside = completed(["ip", "netns", "pids", hosts.names[1]])
     for pid in map(int, inside.stdout.split()):
         if Path(f"/proc/{pid}/comm").read_text().startswith("sshd"):
             os.kill(pid, signal.SIGKILL)

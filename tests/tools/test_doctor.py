@@ -128,6 +128,13 @@ def test_text_and_exit_codes() -> None:
     )
 
 
+def test_control_characters_of_values_are_escaped() -> None:
+    hostile = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1234", "MASTER_ADDR": "a\x1b[31mX\nerror FAKE"}
+    done = plain("--only", "network", "--timeout", "1", **hostile)
+    assert r"cannot listen at a\x1b[31mX\nerror FAKE:1234" in done.stdout
+    assert "\x1b" not in done.stdout and "\nerror FAKE" not in done.stdout
+
+
 def test_levels_have_colours_in_a_terminal(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pynccl", "doctor", "--only", "libraries", "--only", "environment"]
     env = environment(NCCL_DEBUGG="1", PYNCCL_LIBRARY=str(tmp_path / "gone"))

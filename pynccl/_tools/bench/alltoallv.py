@@ -59,6 +59,8 @@ def traffic(nranks: int, total: int) -> Array:
 @cache
 def _from_file(path: str, scale: float, nranks: int) -> Array:
     try:
+        if os.path.exists(path) and not os.path.isfile(path):
+            raise ValueError("it is no regular file")
         with open(path) as file:
             text = file.read(_MOST_TEXT + 1)
         if len(text) > _MOST_TEXT:

@@ -19,6 +19,7 @@ from pynccl._errors import NcclError
 from pynccl._tools.doctor import devices, environment, job, libraries, limits, network, transports
 from pynccl._tools.doctor.finding import LEVELS, Finding, error, ok, worst
 from pynccl._tools.machine import Machine
+from pynccl._trace.dumps import printable
 from pynccl.bootstrap import _environment
 
 Check = Callable[[Machine], Iterator[Finding]]
@@ -133,11 +134,12 @@ def _lines(merged: job.Merged) -> Iterator[str]:
     for finding, ranks in merged:
         where = f" ({rank_list(ranks)})" if ranks and finding.level != "ok" else ""
         level = coloured(f"{finding.level:8}", finding.level, sys.stdout)
-        yield f"{level} {finding.name:{width}}  {finding.text}{where}"
+        # Values of variables and answers of other machines may have control characters.
+        yield f"{level} {finding.name:{width}}  {printable(finding.text)}{where}"
         if finding.why:
-            yield f"{indent}why:   {finding.why}"
+            yield f"{indent}why:   {printable(finding.why)}"
         if finding.fix:
-            yield f"{indent}to do: {finding.fix}"
+            yield f"{indent}to do: {printable(finding.fix)}"
     counts = {level: sum(finding.level == level for finding, _ in merged) for level in LEVELS}
     text = f"errors: {counts['error']}, warnings: {counts['warning']}, ok: {counts['ok']}"
     yield coloured(text, worst([finding for finding, _ in merged]), sys.stdout)
