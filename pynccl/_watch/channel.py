@@ -40,10 +40,10 @@ _KEY = 16
 # Seconds for a connection to prove the key, for each 64 ranks, and for a rank to connect after the library
 # reported an error.
 _HELLO_SECONDS = 5.0
+_LAST_SECONDS = 0.5
 # Seconds that all ranks have for a short step once each of them has come, however late the last one was:
 # otherwise ranks that wait for one another would be blamed.
 _STEP_SECONDS = 1.0
-_LAST_SECONDS = 0.5
 _SLICE = 0.1
 _HELLO = struct.Struct("!16sII")
 _MAGIC = b"pynccl-channel-4"
