@@ -76,11 +76,7 @@ class Communicator(Operations, Hinting):
         recorder.open_trace(core.c, core.identity, int(rank), int(nranks), "init", name=_name_in(config))
 
         def call() -> int:
-            if len(ids) > 1:
-                return capi.ncclCommInitRankScalable(nranks, rank, len(ids), ids, config)
-            if config is not None:
-                return capi.ncclCommInitRankConfig(nranks, ids[0], rank, config)
-            return capi.ncclCommInitRank(nranks, ids[0], rank)
+            return create.init_rank(nranks, ids, rank, config)
 
         try:
             create.create(core, f"creating the communicator of rank {rank} of {nranks}", call, place)

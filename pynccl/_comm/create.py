@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from typing import Any
 
 from pynccl import capi
 from pynccl._base.values import rank_list
@@ -20,6 +21,7 @@ from pynccl._library import loader
 from pynccl._library.binding import address_of, lib
 from pynccl._library.generated import kinds
 from pynccl._library.generated.api import pyncclCpuDied
+from pynccl._library.generated.structs import Config
 from pynccl._trace import recorder
 from pynccl._watch import check_mode
 from pynccl._watch.watchdog import DEATH_MS, Look
@@ -62,6 +64,15 @@ def create(
                 error.args = (f"{error}; {_NO_ANSWER}",)
             raise
         take(core, handle, look=look, grace=grace)
+
+
+def init_rank(nranks: int, ids: list[bytes], rank: int, config: Config | Mapping[str, Any] | None) -> int:
+    """Call the library's function that creates a rank by these unique ids and this configuration."""
+    if len(ids) > 1:
+        return capi.ncclCommInitRankScalable(nranks, rank, len(ids), ids, config)
+    if config is not None:
+        return capi.ncclCommInitRankConfig(nranks, ids[0], rank, config)
+    return capi.ncclCommInitRank(nranks, ids[0], rank)
 
 
 @contextmanager

@@ -67,15 +67,10 @@ class GroupCall:
         try:
             for rank, device in self._places:
                 with on_device(device):
-                    handles.append(self._create_one(rank))
+                    handles.append(create.init_rank(self._size, [self._id], rank, self._config))
         except BaseException:
             with suppress(NcclError):
                 capi.ncclGroupEnd()
             raise
         capi.ncclGroupEnd()
         return handles
-
-    def _create_one(self, rank: int) -> int:
-        if self._config is None:
-            return capi.ncclCommInitRank(self._size, self._id, rank)
-        return capi.ncclCommInitRankConfig(self._size, self._id, rank, self._config)
