@@ -101,8 +101,8 @@ def take(
     """Set up `core` with the library's communicator; abort the communicator if that fails.
 
     A derived communicator's parent knows which ranks have died. To this communicator, a rank that
-    aborts it after the death of another rank looks dead. `explain` is the parent's account of an
-    NcclTimeoutError, which has the parent's numbers of the ranks.
+    aborts it after the death of another rank looks dead. `explain` returns the parent's error for an
+    NcclTimeoutError; both have the parent's numbers of the ranks.
     """
     core.handle, core.owned = handle, owned
     lifetime.living.add(core)

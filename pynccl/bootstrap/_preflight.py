@@ -55,8 +55,8 @@ class Facts(NamedTuple):
 class Failure(NamedTuple):
     """The reason why no communicator is created: a text, and the ranks that died or do not respond.
 
-    With `asks`, the time-out of a rank: each rank has to answer, and the verdict follows. `late`: the known
-    ones of the ranks for which a rank that timed out waited; None: the reason is no time-out.
+    With `asks`, the time-out of a rank: each rank has to answer, and the verdict follows. `late`: after a
+    time-out the ranks that were awaited, as far as they are known; None: the reason is no time-out.
     """
 
     text: str
