@@ -9,21 +9,23 @@ import argparse
 import json
 import signal
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import _plots
 from _group import Group, PeerError
 from _hosts import Hosts, joined
 from _machine import Meter, describe
 from _peers import BY_PARTS
+from _reasons import REASONS, UNKNOWN, Miss, reason_of
 from _report import MIB, Row, Target, number, size_text, table
 from collectives import measure, names, parse_size, require, terminate
 
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all")
-SIZES = ("8", "64K", "1M", "16M")
+SIZES = ("8", "64K", "1M", "16M", "64M")
 RATE = "1gbit"
 # Where ranks exchange parts, a size below SMALL is that of a part.
 SMALL = 1024
@@ -174,6 +176,24 @@ def targets(setting: Setting, rows: Iterable[Row]) -> Iterator[Target]:
             yield Target(name, row.ranks, row.nbytes, bound, reached)
 
 
+def misses(name: str, judged: Iterable[Target], rows: Iterable[Row]) -> Iterator[tuple[Target, str]]:
+    """Yield the targets that are missed, with the words of their reasons."""
+    ours, openmpi, gloo = SETTINGS[name].peers
+    measured = {(row.op, row.ranks, row.nbytes): row for row in rows}
+    for target in judged:
+        if target.verdict != "met":
+            row = measured[target.name.partition(":")[0], target.ranks, target.nbytes or 0]
+            peers = [openmpi] if target.at_most else [openmpi, gloo]
+            yield target, reason_of(Miss(name, target, row, ours, min(peers, key=row.median)))
+
+
+def reasons(words: Sequence[str]) -> str:
+    """Say what the words stand for, and how often each is the reason."""
+    texts = [(reason.word, reason.text) for reason in REASONS]
+    texts.append((UNKNOWN, "Nothing that was tried explains it."))
+    return "\n".join(f"- **{word}** ({words.count(word)}): {text}" for word, text in texts if word in words)
+
+
 def times(setting: Setting, rows: list[Row], op: str) -> str:
     """Tabulate the times of an operation: a line for each number of ranks, a column for each size."""
     some = {(row.ranks, asked(row)): row for row in rows if row.op == op}
@@ -195,6 +215,9 @@ def document(settings: dict[str, Measured]) -> str:
         for name, found in judged.items()
     ]
     parts = ["# Collectives in every setting", "Targets met:", table(["setting", "met"], summary)]
+    missed = {name: list(misses(name, judged[name], done.rows)) for name, done in settings.items()}
+    if words := [word for found in missed.values() for _, word in found]:
+        parts += ["Why the others are missed:", reasons(words)]
     parts.append("Times are µs of a call, medians: pynccl / Open MPI / Gloo. README.md has the method.")
     for name, done in settings.items():
         setting = SETTINGS[name]
@@ -202,10 +225,10 @@ def document(settings: dict[str, Measured]) -> str:
         parts += [f"## {setting.about}", "\n".join(f"- {key}: {value}" for key, value in done.about.items())]
         for op in dict.fromkeys(row.op for row in done.rows):
             parts += [f"### {op}: {where}", times(setting, done.rows, op)]
-        missed = [target.line()[:-1] for target in judged[name] if target.verdict != "met"]
-        if missed:
-            header = ["missed", "ranks", "size", "needed", "reached"]
-            parts += [f"Targets missed, {len(missed)}:", table(header, missed)]
+        if missed[name]:
+            header = ["missed", "ranks", "size", "needed", "reached", "reason"]
+            lines = [[*target.line()[:-1], word] for target, word in missed[name]]
+            parts += [f"Targets missed, {len(lines)}:", table(header, lines)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -227,11 +250,15 @@ def restored(path: Path) -> dict[str, Measured]:
 
 
 def write(path: Path, settings: dict[str, Measured]) -> None:
-    """Write the report, as Markdown and JSON."""
+    """Write the report, as Markdown and JSON, and a plot of each setting."""
     ordered = {name: settings[name] for name in SETTINGS if name in settings}
+    record = recorded(ordered)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.with_suffix(".json").write_text(json.dumps(recorded(ordered), indent=1, ensure_ascii=False) + "\n")
+    path.with_suffix(".json").write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
     path.with_suffix(".md").write_text(document(ordered))
+    figures = _plots.figures()
+    for name, figure in figures.matrix(record).items():
+        path.with_name(f"{path.name}-{name}.svg").write_text(figures.svg(figure))
 
 
 def main() -> None:

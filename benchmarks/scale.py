@@ -22,12 +22,12 @@ from typing import Any
 
 import numpy as np
 
+import _plots
 import pynccl
 from _machine import describe
 from _report import Target, number, table
 from pynccl import testing
 
-SITE = Path(__file__).resolve().parents[1] / "tools" / "site"
 REPEATS = 5
 # Seconds of the time-out of ranks that watch each other: no time-out, no watchdog.
 WATCHED = 300.0
@@ -39,14 +39,19 @@ QUANTITIES = {
     "barrier, ms": "barrier",
     "all_reduce in check mode, ms": "checked",
     "death noticed, s": "death",
+    "TCP segments of an idle rank in 1 s": "idle",
     "memory of a rank, MiB": "memory",
     "descriptors of a rank": "descriptors",
     "the same with a channel": "watched",
     "TCP segments of a rank in init": "segments",
 }
+# Seconds in which nobody calls anything.
+IDLE = 5.0
 TARGET = 16384
 # Of the ranks that are hosts of their own.
 HOSTS = 32
+# Ranks of one host, in 16 processes that read nothing of each other's memory.
+SHARING = 128
 # The model fits the largest numbers of ranks: below them what does not grow counts for most.
 FITTED = 4
 
@@ -101,42 +106,71 @@ def work(rank: int, nranks: int, threads: int, timeout: float | None, meeting: s
     return found
 
 
-def die(rank: int, nranks: int, threads: int, note: str) -> float:
-    """Let the last process be killed; return how long this rank took to hear of it."""
+def die(rank: int, nranks: int, threads: int, note: str) -> float | str:
+    """Let the process of rank 0 be killed; return how long this rank took to hear of it, or what it heard."""
     together(nranks, f"{note}.begin")
     comm = pynccl.init(timeout=WATCHED)
     comm.barrier()
-    if rank == nranks - 1:
+    if rank == 0:
         time.sleep(0.5)
         Path(note).write_text(str(time.monotonic()))
         os.kill(os.getpid(), signal.SIGKILL)
     try:
         comm.barrier()
-    except pynccl.NcclError:
-        heard = time.monotonic()
+    except pynccl.RankFailedError as error:
+        heard, named = time.monotonic(), error.ranks
     with contextlib.suppress(pynccl.NcclError):
         comm.abort()
+    if named != list(range(threads)):
+        return f"rank {rank} named {named}"
     return heard - float(Path(note).read_text())
+
+
+def idle(rank: int, nranks: int, threads: int, meeting: str) -> float:
+    """Return how many TCP segments a rank sends in a second in which nobody calls anything."""
+    together(nranks, meeting)
+    with pynccl.init(timeout=WATCHED) as comm:
+        comm.barrier()
+        time.sleep(3)
+        before = segments()
+        time.sleep(IDLE)
+        sent = segments() - before
+        # Everybody has counted before anybody leaves.
+        comm.barrier()
+    return sent / IDLE / nranks
 
 
 def on_its_own_host(rank: int, nranks: int) -> int:
     """Return how many sockets a rank opens for a communicator with a channel, if every rank is a host."""
     os.environ["NCCL_HOSTID"] = str(rank)
-    before = sockets()
+    before = len(open_as("socket:"))
     with pynccl.init(timeout=120) as comm:
         comm.barrier()
-        opened = sockets() - before
+        opened = len(open_as("socket:")) - before
         # Everybody has counted before anybody leaves.
         comm.barrier()
     return opened
 
 
-def sockets() -> int:
-    """Return how many sockets this process has open."""
-    found = 0
+def shared(rank: int, nranks: int) -> float:
+    """Return the MiB of shared memory that the ranks of this host use after each has sent data to each."""
+    with pynccl.init(timeout=WATCHED) as comm:
+        x = np.ones(nranks * 65536, np.uint8)
+        for _ in range(3):
+            comm.all_to_all(x)
+        comm.all_reduce(x)
+        files = [os.stat(f"/proc/self/fd/{name}") for name in open_as("/memfd:pynccl")]
+        comm.barrier()
+    return max(file.st_blocks for file in files) * 512 / 2**20
+
+
+def open_as(kind: str) -> list[str]:
+    """Return the descriptors of this process whose links in /proc begin so."""
+    found = []
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
-            found += os.readlink(f"/proc/self/fd/{name}").startswith("socket:")
+            if os.readlink(f"/proc/self/fd/{name}").startswith(kind):
+                found.append(name)
     return found
 
 
@@ -152,6 +186,7 @@ def measure(nranks: int, threads: int, library: str, timeout: float) -> dict[str
                 nranks, work, threads, WATCHED, f"{folder}/checked", env={"PYNCCL_CHECK": "1"}, **limits
             ),
             "death": lambda: testing.run(nranks, die, threads, f"{folder}/died", check=False, **limits),
+            "idle": lambda: testing.run(nranks, idle, threads, f"{folder}/idle", **limits),
         }
         for name, step in steps.items():
             try:
@@ -166,13 +201,16 @@ def measure(nranks: int, threads: int, library: str, timeout: float) -> dict[str
             elif name == "check mode":
                 row["checked"] = max(one["all_reduce"] for one in found)
                 row["watched"] = max(one["descriptors"] for one in found)
+            elif name == "idle":
+                row["idle"] = statistics.median(found)
             else:
                 heard = [one for one in found if isinstance(one, float)]
                 if len(heard) == nranks - threads:
                     row["death"] = max(heard)
                 else:
+                    others = next((one for one in found if isinstance(one, str)), "the others heard nothing")
                     row["failures"].append(
-                        f"{name}: {len(heard)} of {nranks - threads} survivors heard of it"
+                        f"{name}: {len(heard)} of {nranks - threads} survivors named its ranks; {others}"
                     )
     return row
 
@@ -205,8 +243,8 @@ def model(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
     return found
 
 
-def targets(rows: list[dict[str, Any]], opened: int) -> list[Target]:
-    """Compare the rows, and the sockets of a rank that is a host, with the bounds that are set for scale."""
+def targets(rows: list[dict[str, Any]], opened: int, memory: float) -> list[Target]:
+    """Compare with the bounds that are set for scale."""
     by_ranks = {row["ranks"]: row for row in rows}
 
     def value(ranks: int, key: str) -> float | None:
@@ -218,6 +256,8 @@ def targets(rows: list[dict[str, Any]], opened: int) -> list[Target]:
         ("death noticed, s", 1024, 2.0, value(1024, "death")),
         ("all_reduce in check mode, over that of 4 ranks", 64, 3.0, many / few if many and few else None),
         ("sockets of a rank, each a host: 2 log2(n) + 1", HOSTS, 2 * math.log2(HOSTS) + 1, opened),
+        ("memory that the ranks of a host share, MiB", SHARING, 64.0, memory),
+        ("TCP segments of an idle rank in 1 s", 1024, 10.0, value(1024, "idle")),
     ]
     return [Target(name, ranks, None, most, reached, at_most=True) for name, ranks, most, reached in wanted]
 
@@ -239,6 +279,7 @@ def document(
     about: dict[str, str],
     rows: list[dict[str, Any]],
     opened: int,
+    memory: float,
     predicted: dict[str, dict[str, float]],
 ) -> str:
     """Return the report."""
@@ -252,11 +293,20 @@ def document(
     lines += [f"- {row['ranks']} ranks, {failure}" for row in rows for failure in row["failures"]]
     lines += ["", "## Targets", ""]
     header = ["target", "ranks", "needed", "reached", "verdict"]
-    lines += [table(header, [target.line() for target in targets(rows, opened)]), ""]
+    lines += [table(header, [target.line() for target in targets(rows, opened, memory)]), ""]
     lines += [
-        "Each process has one connection to every other process, for all communicators: its end tells of "
-        "a death at once. Data connections are made when they are first needed, for each communicator: "
-        "unread data of one never holds up another.",
+        "Sockets: the library has one connection between any two processes, for all communicators, since its "
+        "end tells of a death at once. The control channel connects any two ranks up to 32 "
+        "(PYNCCL_MESH_RANKS), and with more each has about 2 log2(n) connections. Data connections are made "
+        "when they are first needed, for each communicator: unread data of one never holds up another.",
+        "",
+        "Deaths: a process with all of its ranks is killed. About 20 neighbours lose each of them, and each "
+        "survivor hears of that over about 20 connections, before it raises an error that names them all. "
+        "All ranks share the cores of this machine, so the time is that of their work, not of the news.",
+        "",
+        "Idle: a rank sends a heartbeat to log2(n) others in each second, and TCP confirms those that come: "
+        "20 segments with 1,024 ranks. Fewer heartbeats would leave a stopped rank unknown to ranks that "
+        "then have to ask.",
         *share_of_checks(rows),
     ]
     lines += ["", f"## Model: {TARGET:,} ranks", ""]
@@ -296,21 +346,22 @@ def main() -> None:
         rows.append(measure(nranks, threads, options.library, options.timeout))
         print(rows[-1], file=sys.stderr, flush=True)
     opened = max(testing.run(HOSTS, on_its_own_host, backend=options.library, timeout=options.timeout))
+    staged = {"backend": options.library, "timeout": options.timeout, "env": {"PYNCCL_CPU_DIRECT": "0"}}
+    memory = max(testing.run(SHARING, shared, threads=SHARING // 16, **staged))
     record = {
         "about": about,
         "rows": rows,
         "sockets": opened,
+        "shared": memory,
         "model": model(rows),
         "target": TARGET,
         "quantities": QUANTITIES,
     }
-    text = document(about, rows, opened, record["model"])
+    text = document(about, rows, opened, memory, record["model"])
     print(text)
     (options.out / "scale.md").write_text(text)
     (options.out / "scale.json").write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
-    sys.path.insert(0, str(SITE))
-    import figures
-
+    figures = _plots.figures()
     (options.out / "scale.svg").write_text(figures.svg(figures.scale(record)["ranks"]))
 
 

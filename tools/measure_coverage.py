@@ -1,4 +1,4 @@
-"""Print how much of the Python, of native/ and of cpu/ the tests below execute, and fail below the floors.
+"""Print how much of the Python and of the C and C++ code the tests below execute, and fail below the floors.
 
 A copy of the sources in build/coverage is compiled for gcov and tested there. Its Python adds that copy, and
 coverage.py, to the packages of the Python that runs this.
@@ -25,13 +25,15 @@ FLOORS = ROOT / "tools" / "coverage_floors.json"
 FOLDER = ROOT / "build" / "coverage"
 TREE, VENV = FOLDER / "tree", FOLDER / "venv"
 PYTHON = VENV / "bin" / "python"
+# The compiled backend of torch, and the notes of its compiler.
+CACHE = FOLDER / "cache"
 # Counts of coverage.py, a file for each process; and what libgcov has to say, which would stand among the
 # output that tests compare.
 COUNTS = FOLDER / "counts"
 ERRORS = COUNTS / "gcov.log"
 NOT_COPIED = (".*", "build", "dist", "*.egg-info", "__pycache__", "*.so", "*.so.*", "forward")
 
-# What reaches most in the least time. pynccl/torch, whose compilation alone takes minutes, is left out.
+# What reaches most in the least time.
 TESTS = (
     "tests/library/test_capi.py",
     "tests/library/test_errors.py",
@@ -67,6 +69,9 @@ TESTS = (
     "tests/tools/test_ras.py",
     "tests/tools/test_ras_server.py",
     "tests/tools/test_topology.py",
+    "tests/torch_backend/test_torch.py",
+    "tests/torch_backend/test_torch_groups.py",
+    "tests/torch_backend/test_torch_timeouts.py",
 )
 
 COMPILERS = {"CC": "gcc", "CXX": "g++"}
@@ -91,7 +96,7 @@ import ctypes, os
 def dump_first(leave):
     def dump_and_leave(status):
         with open("/proc/self/maps") as maps:
-            loaded = {{line.split()[-1] for line in maps if {str(TREE / "pynccl")!r} in line}}
+            loaded = {{line.split()[-1] for line in maps if {str(FOLDER)!r} in line}}
         for path in sorted(loaded):
             if ".so" in path and hasattr(library := ctypes.CDLL(path), "coverage_dump"):
                 library.coverage_dump()
@@ -109,7 +114,11 @@ def run(*command: str | Path, **env: str) -> None:
 
 
 def environment(**more: str) -> dict[str, str]:
-    counts = {"COVERAGE_FILE": str(COUNTS / "data"), "GCOV_ERROR_FILE": str(ERRORS)}
+    counts = {
+        "COVERAGE_FILE": str(COUNTS / "data"),
+        "GCOV_ERROR_FILE": str(ERRORS),
+        "PYNCCL_CACHE": str(CACHE),
+    }
     # mpi4py looks below the interpreter's prefix for libmpi, which is below that of this Python.
     return os.environ | counts | {"LD_LIBRARY_PATH": f"{sys.prefix}/lib"} | more
 
@@ -144,6 +153,12 @@ def build() -> None:
     subprocess.run([COMPILERS["CC"], "-fPIC", "-c", "dump.c"], cwd=FOLDER, check=True)
     compilers = {name: f"{wrapper} {os.environ.get(name, default)}" for name, default in COMPILERS.items()}
     run(PYTHON, *setup, "--quiet", "build_ext", "--inplace", **compilers)
+    run(PYTHON, "-m", "pynccl.torch", "build", **compilers)
+
+
+def compiled(suffix: str) -> list[Path]:
+    """Return the files that the compiler's and the programs' gcov wrote."""
+    return sorted(path for folder in (TREE / "build", CACHE) for path in folder.glob(f"**/*{suffix}"))
 
 
 def let_all_users_count() -> None:
@@ -151,7 +166,7 @@ def let_all_users_count() -> None:
     COUNTS.mkdir()
     # Not sticky: there, the kernel lets nobody open another user's file to write it (fs.protected_regular).
     COUNTS.chmod(0o777)
-    for counts in [ERRORS, *(notes.with_suffix(".gcda") for notes in TREE.glob("build/**/*.gcno"))]:
+    for counts in [ERRORS, *(notes.with_suffix(".gcda") for notes in compiled(".gcno"))]:
         counts.touch()
         counts.chmod(0o666)
 
@@ -164,7 +179,7 @@ def test() -> None:
 
 def drop_empty_counts() -> None:
     """Remove what no process wrote: gcov refuses an empty file, and takes none for lines never executed."""
-    for counts in TREE.glob("build/**/*.gcda"):
+    for counts in compiled(".gcda"):
         if not counts.stat().st_size:
             counts.unlink()
 
@@ -189,7 +204,7 @@ def executed() -> Iterator[tuple[Path, Counter[int]]]:
     """Yield each source of the copy, with its lines; a header's are those of all objects together."""
     sources: dict[Path, Counter[int]] = {}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for files in pool.map(gcov, sorted(TREE.glob("build/**/*.gcno"))):
+        for files in pool.map(gcov, compiled(".gcno")):
             for file in files:
                 lines = sources.setdefault(Path(file["file"]), Counter())
                 for line in file["lines"]:
@@ -198,7 +213,7 @@ def executed() -> Iterator[tuple[Path, Counter[int]]]:
 
 
 def native_shares() -> dict[str, float]:
-    """Return the shares of native/ and cpu/, and print those of their files."""
+    """Return the shares of the folders with C and C++ code, and print those of their files."""
     lines, hit = Counter[str](), Counter[str]()
     for source, counts in executed():
         if not counts or not source.is_relative_to(TREE / "pynccl"):
