@@ -67,6 +67,9 @@ ncclResult_t pyncclCpuGetLateRank(int index, int* rank); // since 2.32.3
 // In place of ncclCommGrow, on a rank that exists and cannot call it: new ranks that join with the id that it passes or has
 // made get this error, which is about these ranks (16 at most).
 ncclResult_t pyncclCpuRefuseToGrow(ncclComm_t comm, const ncclUniqueId* uniqueId, ncclResult_t result, const char* why, const int* lateRanks, int lateRanksCount); // since 2.32.3
+// Tells the other ranks that this one makes no further call on the communicator: those that wait for one get an error.
+// Calls that were issued complete. It does not wait.
+ncclResult_t pyncclCpuLeave(ncclComm_t comm); // since 2.32.3
 // A pyncclCpuGone_t.
 ncclResult_t pyncclCpuIsGone(ncclComm_t comm, int rank, int* gone); // since 2.32.3
 // Whether a call of the communicator has waited for a call of that rank for more than 0.15 seconds, or if a call

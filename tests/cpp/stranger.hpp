@@ -138,7 +138,8 @@ void hold_idle(Connect connect) {
 
 // ---- who knows the public id ----
 
-inline sockaddr_in use_public_id() {
+// Sets a variable to a free address of this machine.
+inline sockaddr_in use_free_address(const char* variable) {
   sockaddr_in in{};
   in.sin_family = AF_INET;
   in.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
@@ -147,9 +148,11 @@ inline sockaddr_in use_public_id() {
   CHECK_EQ(bind(fd, reinterpret_cast<sockaddr*>(&in), size), 0);
   CHECK_EQ(getsockname(fd, reinterpret_cast<sockaddr*>(&in), &size), 0);
   close(fd);
-  set("NCCL_COMM_ID", ("127.0.0.1:" + std::to_string(ntohs(in.sin_port))).c_str());
+  set(variable, ("127.0.0.1:" + std::to_string(ntohs(in.sin_port))).c_str());
   return in;
 }
+
+inline sockaddr_in use_public_id() { return use_free_address("NCCL_COMM_ID"); }
 
 inline Hello public_hello(int rank) {
   Hello hello;

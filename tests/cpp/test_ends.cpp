@@ -115,6 +115,12 @@ constexpr size_t kSmall = 100, kLarge = 300000;
 void dies(ncclComm_t) { _exit(failures ? 1 : 0); }
 void exits(ncclComm_t) { exit(failures ? 1 : 0); }
 void destroys(ncclComm_t comm) { OK(ncclCommDestroy(comm)); }
+// Its process goes on; a second call tells nothing more.
+void leaves(ncclComm_t comm) {
+  for (int i = 0; i < 2; ++i) OK(pyncclCpuLeave(comm));
+  OK(synchronize(comm, nullptr, 20000));
+  sleep(2);
+}
 
 TEST_CASE("what a rank sent before it died") {
   for (int round = 0; round < scaled(20, 5, 3); ++round)
@@ -126,14 +132,14 @@ TEST_CASE("what a rank sent before it died") {
 }
 
 TEST_CASE("what a rank sent before it exited") {
-  for (auto end : {exits, destroys})
+  for (auto end : {exits, destroys, leaves})
     for (bool late : {false, true})
       for (bool own_hosts : {false, true})
         for (size_t count : {kSmall, kLarge}) {
-          if (late && end == destroys) continue;
+          if (late && end != exits) continue;
           at_step("late %d, own hosts %d, count %zu", late, own_hosts, count);
           received_from_a_rank_that_ends(own_hosts, count, late, end, ncclInvalidUsage,
-                                         "has finalized or destroyed its communicator");
+                                         "has finalized, destroyed or dropped its communicator");
         }
 }
 

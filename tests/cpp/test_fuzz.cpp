@@ -260,6 +260,7 @@ struct Calls {
     CALL(int ranks[20] = {}; ncclUniqueId id = f.id(); return pyncclCpuRefuseToGrow(
              f.comm(), f.below(2) ? nullptr : &id, ncclResult_t(f.any_int()), f.below(2) ? "" : nullptr,
              f.below(2) ? ranks : nullptr, int(f.below(21))));
+    CALL(return pyncclCpuLeave(f.comm()));
     CALL(return pyncclCpuIsGone(f.comm(), f.any_int(), OUT(int)));
     CALL(return pyncclCpuIsAwaited(f.comm(), f.any_int(), OUT(int)));
     CALL(return pyncclCpuParentRank(f.comm(), f.any_int(), OUT(int)));

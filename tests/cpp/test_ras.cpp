@@ -11,18 +11,7 @@ using namespace pncpu;
 
 namespace {
 
-sockaddr_in use_ras() {
-  sockaddr_in in{};
-  in.sin_family = AF_INET;
-  in.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  socklen_t size = sizeof in;
-  int fd = socket(AF_INET, SOCK_STREAM, 0);
-  CHECK_EQ(bind(fd, reinterpret_cast<sockaddr*>(&in), size), 0);
-  CHECK_EQ(getsockname(fd, reinterpret_cast<sockaddr*>(&in), &size), 0);
-  close(fd);
-  set("NCCL_RAS_ADDR", ("127.0.0.1:" + std::to_string(ntohs(in.sin_port))).c_str());
-  return in;
-}
+sockaddr_in use_ras() { return use_free_address("NCCL_RAS_ADDR"); }
 
 std::string ask(const sockaddr_in& at, const std::string& orders) {
   int fd = connect_patiently(at);

@@ -216,7 +216,7 @@ ncclResult_t choose_id(const std::vector<GrowBlob>& all, Id* chosen) {
   if (count[wanted] != 1)
     return fail_in("ncclCommGrow", ncclInvalidUsage,
                    "%d existing ranks passed a uniqueId, expected one: the rank that called "
-                   "ncclCommGetUniqueId",
+                   "ncclCommGetUniqueId (pynccl: comm.get_unique_id()), whose id the new ranks join with",
                    count[GrowBlob::Passed]);
   for (const GrowBlob& theirs : all)
     if (theirs.has == wanted) *chosen = theirs.id;
@@ -737,6 +737,14 @@ ncclResult_t pyncclCpuRefuseToGrow(ncclComm_t comm, const ncclUniqueId* uniqueId
     set_last_error(result, why, late);
     if (mine.has != GrowBlob::None) c->session.refuse(mine.id);
     return ncclSuccess;
+  });
+}
+
+ncclResult_t pyncclCpuLeave(ncclComm_t comm) {
+  return guarded("pyncclCpuLeave", [&] {
+    std::shared_ptr<Comm> c;
+    if (ncclResult_t r = comm_of(comm, "pyncclCpuLeave", &c); r != ncclSuccess) return r;
+    return c->announce_leaving();
   });
 }
 

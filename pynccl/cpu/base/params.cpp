@@ -79,7 +79,7 @@ const Param kTable[] = {
      "0: the ranks of a host do not share the work of a collective across hosts"},
     {"PYNCCL_CPU_BLOCK_BYTES", Kind::Int, "131072", 64, kMaxBytes, true, "Bytes reduced at a time"},
     {"PYNCCL_CPU_RING_BYTES", Kind::Int, "262144", 4096, kMaxBytes, true,
-     "Shared memory for each pair of ranks"},
+     "Shared memory for messages from one rank to another; collectives of up to 8 ranks have more"},
     {"PYNCCL_CPU_SPIN_US", Kind::Int, "-1", -1, 1e6, true,
      "Microseconds that a wait spins before it sleeps; -1: automatic"},
     {"PYNCCL_CPU_DEVICES", Kind::Int, "$LOCAL_WORLD_SIZE", 1, 1e6, true,

@@ -123,9 +123,9 @@ void Comm::stop_children() {
 }
 
 ncclResult_t Comm::check_sound(const char* function, bool only_takes) {
+  if (derivation_.failed()) derivation_.renew(ncclSuccess, {});
   if (only_takes ? !kept_error_.failed() : error() == ncclSuccess) return ncclSuccess;
   refused_.store(true);
-  derivation_.renew(ncclSuccess, {});
   return fail_in(function, error_code(), "%s%s", kFailedEarlier, error_text().c_str());
 }
 
@@ -333,7 +333,11 @@ ncclResult_t Comm::say_broken(uint64_t tag) {
 
 // The calls after a failure are the newest.
 ErrorReport Comm::report() {
-  if (error() != ncclSuccess) reported_.store(true);
+  if (error() != ncclSuccess)
+    reported_.store(true);
+  else if (derivation_.failed())
+    // This communicator is sound, and the thread's last error has the text. A later failure is another one.
+    derivation_.renew(ncclSuccess, {});
   const std::string place = place_of(rank, nranks);
   auto placed = [&](ErrorCode code) {
     code.function = 0;
@@ -672,8 +676,8 @@ void Comm::never_ends(int q, const std::string& doing) {
                       informed->heard_.text()));
   fail_with(kDeparted,
             kMismatchText + ("rank " + std::to_string(rank) + " waits in " + doing + " for " + them +
-                             ", which has finalized or destroyed its communicator, or ended its program, "
-                             "without a matching call"));
+                             ", which has finalized, destroyed or dropped its communicator, or ended its "
+                             "program, without a matching call"));
 }
 
 bool Comm::has_left(int q) {

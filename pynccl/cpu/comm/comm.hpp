@@ -208,7 +208,7 @@ struct Comm final : Sink, Session::Owner, std::enable_shared_from_this<Comm> {
   KeptError kept_error_, heard_;
   KeptError disagreements_[2];  // by the sequence of exchanges
   std::atomic<Clock::time_point> heard_at_{};
-  KeptError derivation_;                       // the newest one's, until a call is refused
+  KeptError derivation_;                       // the newest one's, until the next call
   std::atomic<bool> refused_{false};           // a call after the failure
   std::atomic<bool> reported_{false};          // the error, by report()
   std::vector<uint64_t> meetings_[2];          // with each rank; under session.mutex

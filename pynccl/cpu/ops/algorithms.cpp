@@ -1,5 +1,7 @@
 #include "ops/algorithms.hpp"
 
+#include <algorithm>
+
 #include "ops/across_hosts.hpp"
 #include "ops/places.hpp"
 
@@ -43,35 +45,81 @@ void local(const Call& c, Schedule* s) {
   s->reduce(recv_of(c.rank, 0), mine.bytes);
 }
 
+// What a host's ranks may have on the way to other hosts at once. More overflows the queues of the network:
+// TCP then waits for 200 ms, and sends again.
+constexpr size_t kOnTheWay = 1 << 20;
+
+// Limits the messages on the way to other hosts. In step i a rank sends to the i-th rank after it and
+// receives from the i-th before it, and it sends only when the message of an earlier step has come.
+class Pace {
+ public:
+  explicit Pace(const Call& c) : layout_(*c.layout), rank_(c.rank) {
+    size_t here = layout_.hosts[layout_.host[size_t(rank_)]].size();
+    steps_ = std::max<size_t>(2, kOnTheWay / std::max<size_t>(1, c.bytes() * here));
+  }
+  // What a message to a rank comes after.
+  int32_t before(int to) const {
+    bool waits = !layout_.same_host(rank_, to) && came_.size() >= steps_;
+    return waits ? came_[came_.size() - steps_] : Action::kNone;
+  }
+  void comes(int from, int32_t action) {
+    if (!layout_.same_host(rank_, from)) came_.push_back(action);
+  }
+
+ private:
+  const Layout& layout_;
+  const int rank_;
+  size_t steps_;
+  std::vector<int32_t> came_;
+};
+
 // Calls without a reduction: every rank reads what it needs from its source. In a gather, where the root
 // alone needs anything, the ranks write it there.
-void copies(const Call& c, Schedule* s) {
-  const bool write = c.func == Func::Gather;
-  each_peer(c, [&](int p) {
-    Part out = part(c, c.rank, p);
-    bool direct = c.direct[size_t(p)];
-    if (out.bytes == 0 || (direct && !write)) return;
-    int32_t put =
-        s->copy(send_of(c.rank, out.offset), direct ? recv_of(p, slot(c, c.rank)) : pipe_of(p), out.bytes);
-    if (direct) s->notify(p, kDone, put);
-  });
-  if (Part own = part(c, c.rank, c.rank); own.bytes)
-    s->copy(send_of(c.rank, own.offset), recv_of(c.rank, slot(c, c.rank)), own.bytes);
-  each_peer(c, [&](int p) {
-    Part in = part(c, p, c.rank);
-    if (in.bytes == 0) return;
-    bool direct = c.direct[size_t(p)];
-    if (direct && write) {
-      s->wait(p, kDone);
-      return;
+class Copies {
+ public:
+  Copies(const Call& c, Schedule* s) : c_(c), s_(s), writes_(c.func == Func::Gather), pace_(c) {}
+
+  void plan() {
+    for (int i = 1; i < c_.nranks; ++i) {
+      give((c_.rank + i) % c_.nranks);
+      take((c_.rank - i + c_.nranks) % c_.nranks);
     }
-    int32_t got = s->copy(direct ? send_of(p, in.offset) : pipe_of(p), recv_of(c.rank, slot(c, p)), in.bytes);
-    if (direct) s->notify(p, kDone, got);
-  });
-  each_peer(c, [&](int p) {
-    if (!write && c.direct[size_t(p)] && part(c, c.rank, p).bytes) s->wait(p, kDone);
-  });
-}
+    if (Part own = part(c_, c_.rank, c_.rank); own.bytes)
+      s_->copy(send_of(c_.rank, own.offset), recv_of(c_.rank, slot(c_, c_.rank)), own.bytes);
+    each_peer(c_, [&](int p) {
+      Part theirs = writes_ ? part(c_, p, c_.rank) : part(c_, c_.rank, p);
+      if (is_direct(p) && theirs.bytes) s_->wait(p, kDone);
+    });
+  }
+
+ private:
+  bool is_direct(int p) const { return c_.direct[size_t(p)]; }
+  void give(int to) {
+    Part out = part(c_, c_.rank, to);
+    bool direct = is_direct(to);
+    if (out.bytes == 0 || (direct && !writes_)) return;
+    Place place = direct ? recv_of(to, slot(c_, c_.rank)) : pipe_of(to);
+    int32_t put = s_->copy(send_of(c_.rank, out.offset), place, out.bytes);
+    s_->actions[size_t(put)].after = pace_.before(to);
+    if (direct) s_->notify(to, kDone, put);
+  }
+  void take(int from) {
+    Part in = part(c_, from, c_.rank);
+    bool direct = is_direct(from);
+    if (in.bytes == 0 || (direct && writes_)) return;
+    Place place = direct ? send_of(from, in.offset) : pipe_of(from);
+    int32_t got = s_->copy(place, recv_of(c_.rank, slot(c_, from)), in.bytes);
+    pace_.comes(from, got);
+    if (direct) s_->notify(from, kDone, got);
+  }
+
+  const Call& c_;
+  Schedule* s_;
+  const bool writes_;
+  Pace pace_;
+};
+
+void copies(const Call& c, Schedule* s) { Copies(c, s).plan(); }
 
 // Adds the reduction of all send buffers at `offset`.
 int32_t reduce_all(const Call& c, size_t offset, Place to, size_t bytes, Schedule* s) {

@@ -30,10 +30,15 @@ static bool is_channel(const Header& call) {
   return Func(call.func) == Func::AllGather && call.root == kChannelExchange;
 }
 
+// What is shown is copied twice. If more ranks than this show all of their board, it leaves the caches before
+// the second copy.
+constexpr size_t kRanksInCache = 4;
+
 size_t most_with_header(const Context& context, Func func) {
   // A rank's send buffer has this many parts of the call's size.
   size_t parts = part_for(func, 0, 1, 0, context.nranks - 1).offset + 1, board = context.board_bytes / parts;
   size_t shown = context.layout.spans_hosts() ? 0 : context.shown_bytes / parts;
+  if (func == Func::AlltoAll) shown = shown * kRanksInCache / std::max(parts, kRanksInCache);
   return std::min(std::max(context.inline_bytes, shown), board);
 }
 

@@ -110,7 +110,6 @@ class Service {
   bool known(Connection& c);
   void is_no_stranger(Connection& c);
   bool read_frames(Connection& c);
-  bool take_joining(Connection& c, const Blob& body);
   bool take_from_line(Connection& c, const Blob& body);
   bool take_several(Connection& c, const Blob& body);
   void take_frame(Connection& c, Post frame);

@@ -83,8 +83,6 @@ class LineCall {
 void watch_data(SocketPtr epoll, SinkPtr sink);  // a DataWatch's
 void unwatch(const SocketPtr& socket);
 
-inline uint32_t process_generation() { return process_epoch(); }
-
 // Whether connections have waited for more than a second because this process has no free descriptor.
 bool starved();
 

@@ -27,6 +27,10 @@ constexpr char kConnecting[] = "cannot connect to", kSharing[] = "cannot share m
 constexpr auto kAcceptance = std::chrono::seconds(1);  // how soon a data connection is accepted
 constexpr auto kSearch = std::chrono::seconds(1);      // how often an exchange looks for a deadlock
 
+// Two ranks pass more than their cores' own caches hold through the cache that the cores share. With more
+// ranks several rings are in use at once.
+constexpr size_t coll_factor(int ranks) { return ranks == 2 ? 8 : ranks <= 8 ? 2 : 1; }
+
 // Settings that must be equal on all ranks. A byte for each rank follows: this rank can access its memory.
 struct Settings {
   uint64_t inline_bytes, shown_bytes, board_bytes, block_bytes;
@@ -605,7 +609,7 @@ ncclResult_t Session::share_segment() {
 }
 
 ncclResult_t Session::create_segment() {
-  segment_ = std::make_shared<Segment>(local_count_, ring_bytes);
+  segment_ = std::make_shared<Segment>(local_count_, ring_bytes, coll_factor(local_count_));
   if (ncclResult_t r = segment_->create(); r != ncclSuccess) return r;
   std::set<Token> served{self.process};
   for (int q = 0; q < nranks; ++q) {
@@ -638,8 +642,11 @@ ncclResult_t Session::receive_segment(int leader) {
   if (!fd) return link_failed(leader, kGettingSegment, describe_error(error), error);
   uint64_t ring = header.tag;
   if (header.kind != Ctl::Segment || ring < 512 || ring > ring_bytes || (ring & (ring - 1)))
-    return link_failed(leader, kGettingSegment, "rings of " + std::to_string(ring) + " bytes", 0);
-  segment_ = std::make_shared<Segment>(local_count_, size_t(ring));
+    return link_failed(leader, kGettingSegment,
+                       "rings of " + std::to_string(ring) + " bytes; expected at most " +
+                           std::to_string(ring_bytes) + " (PYNCCL_CPU_RING_BYTES of this rank)",
+                       0);
+  segment_ = std::make_shared<Segment>(local_count_, size_t(ring), coll_factor(local_count_));
   return segment_->open(std::move(fd));
 }
 

@@ -135,7 +135,6 @@ class Session : private DataLinks::Owner {
   Segment* segment() { return segment_.get(); }
   Cell* cell() { return me_; }
   int local_index() const { return local_; }
-  int local_ranks() const { return local_count_; }
   // The size of LSA teams: consecutive ranks of a host that reach each other's memory.
   int lsa_size() const { return lsa_size_; }
   // For a thread that waits for peers on other hosts: whether data have come. Before it sleeps,

@@ -150,6 +150,11 @@ ncclResult_t Stream::take_error(uint64_t comm_serial) {
   return it->second.result;
 }
 
+bool Stream::is_driven() {
+  std::unique_lock<std::mutex> running(running_, std::try_to_lock);
+  return !running;
+}
+
 ncclResult_t Stream::drive(uint64_t target, Deadline deadline) {
   while (completed_.load() < target) {
     uint32_t seen = completions_.look();
@@ -207,7 +212,7 @@ ncclResult_t Stream::synchronize(Deadline deadline, uint64_t comm_serial) {
 // work itself, which saves two thread switches. So this thread waits for a moment, in which nothing wakes it.
 void Stream::work() {
   name_this_thread("pynccl-stream");
-  int idle_ticks = 0;
+  int idle_ticks = 0, left_ticks = 0;
   int64_t grace_ns = kLeastGraceNs;
   for (;;) {
     uint32_t arrivals = arrivals_.look(), stopping = stopping_.look();
@@ -223,11 +228,15 @@ void Stream::work() {
     }
     idle_ticks = 0;
     if (!stop) stopping_.wait(stopping, grace_ns);
-    if (!stop && completed_.load() != done) {
+    const bool ran = completed_.load() != done;
+    // A wait for the caller would end with each call, which costs the caller's core a thread switch.
+    if (!stop && (ran || (is_driven() && ++left_ticks < kIdleTicks))) {
       grace_ns = std::min(2 * grace_ns, kMostGraceNs);
+      if (ran) left_ticks = 0;
       continue;
     }
     grace_ns = kLeastGraceNs;
+    left_ticks = 0;
     if (drive(all, after_ms(0)) == ncclInProgress) drive(all, after_ms(1000));
   }
 }

@@ -86,6 +86,7 @@ class Stream : public std::enable_shared_from_this<Stream> {
   ncclResult_t run_task(Node& node, Deadline deadline);
   void start_worker();
   void work();
+  bool is_driven();  // a thread runs the work, or waits in it for other ranks
   void close();
   struct Error {
     ncclResult_t result;

@@ -29,13 +29,14 @@ constexpr Limits limits(int ranks) {
 
 }  // namespace
 
-Segment::Segment(int ranks, size_t ring_bytes) : ranks_(ranks), ring_bytes_(ring_bytes) {
+Segment::Segment(int ranks, size_t ring_bytes, size_t coll_factor)
+    : ranks_(ranks), ring_bytes_(ring_bytes), coll_factor_(coll_factor) {
   bool sound = ranks > 0 && ranks <= kMostRanks && ring_bytes >= kLeastRing && ring_bytes <= kMostRing &&
                (ring_bytes & (ring_bytes - 1)) == 0;
   if (!sound) return;
   size_t pairs = size_t(ranks) * size_t(ranks), rings = pairs * kChannels;
   Limits most = limits(ranks);
-  while (ring_bytes_ > kLeastRing && rings * ring_bytes_ > most.rings) ring_bytes_ /= 2;
+  while (ring_bytes_ > kLeastRing && pairs * pair_bytes() > most.rings) ring_bytes_ /= 2;
   states_at_ = align_up(sizeof(Cell) * size_t(ranks), 4096);
   signals_at_ = states_at_ + align_up(sizeof(RingState) * rings, 4096);
   counters_at_ = signals_at_ + align_up(sizeof(Signals) * pairs, 4096);
@@ -45,7 +46,7 @@ Segment::Segment(int ranks, size_t ring_bytes) : ranks_(ranks), ring_bytes_(ring
   shown_bytes_ = std::max(align_up(size_t(ranks), 4096),
                           std::min(kMostShown, most.shown / (2 * size_t(ranks)) & ~size_t(4095)));
   data_at_ = shown_at_ + 2 * shown_bytes_ * size_t(ranks);
-  bytes_ = data_at_ + rings * ring_bytes_;
+  bytes_ = data_at_ + pairs * pair_bytes();
 }
 
 ncclResult_t Segment::create() {
@@ -94,7 +95,9 @@ Segment::~Segment() {
 
 Ring Segment::ring(int from, int to, int channel) const {
   size_t index = pair(from, to) * kChannels + size_t(channel);
-  return {reinterpret_cast<RingState*>(base_ + states_at_) + index, base_ + data_at_ + index * ring_bytes_};
+  char* data = base_ + data_at_ + pair(from, to) * pair_bytes();
+  return {reinterpret_cast<RingState*>(base_ + states_at_) + index,
+          channel == kColl ? data : data + ring_bytes(kColl)};
 }
 
 void Segment::attach(int me, int peer, Link* link) const {
@@ -105,7 +108,7 @@ void Segment::attach(int me, int peer, Link* link) const {
   link->counters_out = counters(me, peer);
   link->counters_in = counters(peer, me);
   for (int c = 0; c < kChannels; ++c)
-    link->pipe[c] = ring_pipe(ring(me, peer, c), ring(peer, me, c), ring_bytes_);
+    link->pipe[c] = ring_pipe(ring(me, peer, c), ring(peer, me, c), ring_bytes(c));
 }
 
 void Segment::release_rings() {

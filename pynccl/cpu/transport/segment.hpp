@@ -8,7 +8,8 @@ namespace pncpu {
 
 class Segment {
  public:
-  Segment(int ranks, size_t ring_bytes);
+  // The rings of collectives are so many times as large as those of messages: a power of two.
+  Segment(int ranks, size_t ring_bytes, size_t coll_factor = 1);
   ~Segment();
   Segment(const Segment&) = delete;
   Segment& operator=(const Segment&) = delete;
@@ -18,7 +19,7 @@ class Segment {
   ncclResult_t open(Fd fd);
   int fd() const { return fd_.get(); }
   size_t bytes() const { return bytes_; }
-  size_t ring_bytes() const { return ring_bytes_; }
+  size_t ring_bytes() const { return ring_bytes_; }    // of messages: the smaller ones
   size_t shown_bytes() const { return shown_bytes_; }  // of a board
   // All rings; also how many bytes release_rings() gives back.
   size_t rings_bytes() const { return bytes_ - data_at_; }
@@ -39,11 +40,13 @@ class Segment {
   std::atomic<uint64_t>* counters(int from, int to) const {
     return reinterpret_cast<std::atomic<uint64_t>*>(base_ + counters_at_) + pair(from, to) * kCounters;
   }
+  size_t ring_bytes(int channel) const { return channel == kColl ? coll_factor_ * ring_bytes_ : ring_bytes_; }
+  size_t pair_bytes() const { return ring_bytes(kColl) + ring_bytes(kP2p); }
   Ring ring(int from, int to, int channel) const;
 
   int ranks_;
-  size_t ring_bytes_, states_at_ = 0, signals_at_ = 0, counters_at_ = 0, notices_at_ = 0, shown_at_ = 0,
-                      shown_bytes_ = 0, data_at_ = 0, bytes_ = 0;
+  size_t ring_bytes_, coll_factor_, states_at_ = 0, signals_at_ = 0, counters_at_ = 0, notices_at_ = 0,
+                                    shown_at_ = 0, shown_bytes_ = 0, data_at_ = 0, bytes_ = 0;
   Fd fd_;
   char* base_ = nullptr;
 };
