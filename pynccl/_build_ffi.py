@@ -21,6 +21,7 @@ _OWN_HEADERS = (
     "signals.h",
     "watch.h",
     "calls.h",
+    "memory.h",
     "segments.h",
     "scan.h",
 )

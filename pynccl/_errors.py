@@ -12,7 +12,7 @@ NcclError (RuntimeError)
 ├── NcclTimeoutError              ncclTimeout; a TimeoutError too
 ├── NotSupportedError             the loaded library lacks it; a NotImplementedError too
 ├── LibraryNotFoundError          no library could be loaded; an OSError too
-└── BootstrapError                the ranks could not find each other
+└── BootstrapError                the ranks could not find each other; .ranks never arrived
 
 Wrong Python arguments are TypeError and ValueError. Every class pickles.
 
@@ -113,14 +113,18 @@ class NcclRemoteError(NcclError):
     code = 6
 
 
-class NcclTimeoutError(NcclError, TimeoutError):
-    """Report that something did not happen in time; `ranks` has those known to be behind the others."""
-
-    code = 8
+class _WithRanks(NcclError):
+    """An error that names ranks."""
 
     def __init__(self, message: str, *, ranks: Iterable[int] = (), **known: Any) -> None:
         super().__init__(message, **known)
         self.ranks = sorted(ranks)
+
+
+class NcclTimeoutError(_WithRanks, TimeoutError):
+    """Report that something did not happen in time; `ranks` has those known to be behind the others."""
+
+    code = 8
 
 
 class NotSupportedError(NcclError, NotImplementedError):
@@ -131,20 +135,16 @@ class LibraryNotFoundError(NcclError, OSError):
     """Report that no library could be loaded; the text names every place that was tried."""
 
 
-class BootstrapError(NcclError):
-    """Report that the ranks could not find each other."""
+class BootstrapError(_WithRanks):
+    """Report that the ranks could not find each other; `ranks` has those that never arrived, if known."""
 
 
 class CollectiveMismatchError(NcclInvalidUsage):
     """Report that the ranks called different operations, or the same one with different arguments."""
 
 
-class RankFailedError(NcclRemoteError):
+class RankFailedError(_WithRanks, NcclRemoteError):
     """Report which ranks of the communicator died."""
-
-    def __init__(self, message: str, *, ranks: Iterable[int] = (), **known: Any) -> None:
-        super().__init__(message, **known)
-        self.ranks = sorted(ranks)
 
 
 _CLASSES: dict[int, type[NcclError]] = {

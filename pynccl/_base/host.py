@@ -14,6 +14,7 @@ from pathlib import Path
 
 # Errors of a process or system without free descriptors.
 EXHAUSTED = (errno.EMFILE, errno.ENFILE)
+SHORTAGES = (*EXHAUSTED, errno.ENOBUFS, errno.ENOMEM)
 
 
 def machine() -> str:

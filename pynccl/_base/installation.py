@@ -100,7 +100,7 @@ def other_version() -> str | None:
 
 def other_found(other: str) -> str:
     """Return that PyPI's package pynccl is there, in a version."""
-    return f"another package named pynccl is installed, too, {other}"
+    return f"another package named pynccl is installed: version {other}"
 
 
 def other_text(other: str) -> str:

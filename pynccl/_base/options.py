@@ -9,7 +9,7 @@ import click
 
 
 class Integer(click.IntRange):
-    """An integer in a range, which click would call an integer range where the value is none."""
+    """An IntRange that click's errors call "integer" where the value is not a number."""
 
     name = "integer"
 

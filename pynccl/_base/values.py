@@ -31,6 +31,14 @@ def shown(value: Any) -> str:
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... (a {type(value).__qualname__})"
 
 
+def check_rank(value: Any, name: str, size: int) -> None:
+    """Raise TypeError or ValueError unless the value is a rank of a communicator of this size."""
+    if not is_int(value):
+        raise TypeError(f"{name} is {shown(value)}; expected an int, 0 <= {name} < {size}")
+    if not 0 <= value < size:
+        raise ValueError(f"{name} is {shown(value)}; expected 0 <= {name} < {size}")
+
+
 # Ranks that a message names.
 _MOST_NAMED = 32
 

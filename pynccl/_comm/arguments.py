@@ -17,7 +17,7 @@ from pynccl._arrays.buffers import (
     shape_of,
     spans,
 )
-from pynccl._base.values import as_index, is_int, shown
+from pynccl._base.values import as_index, check_rank, shown
 from pynccl._comm.core import Core
 from pynccl._library.binding import lib
 from pynccl._library.generated.kinds import (
@@ -98,16 +98,13 @@ class Arguments:
         """Raise TypeError or ValueError unless the value is a rank of the communicator."""
         if type(value) is int and 0 <= value < self._size:
             return
-        if not is_int(value):
-            raise TypeError(f"{name} is {shown(value)}; expected an int, 0 <= {name} < {self._size}")
-        if not 0 <= value < self._size:
-            raise ValueError(f"{name} is {shown(value)}; expected 0 <= {name} < {self._size}")
+        check_rank(value, name, self._size)
 
-    def _part(self, span: Span, name: str) -> int:
-        """Return NCCL's count of each rank's part of an array."""
+    def _part(self, span: Span) -> int:
+        """Return NCCL's count of each rank's part of `send`."""
         if _elements(span) % self._size:
             raise ValueError(
-                f"{name} has {_elements(span)} elements; expected a multiple of the {self._size} ranks"
+                f"send has {_elements(span)} elements; expected a multiple of the {self._size} ranks"
             )
         return span[1] // self._size
 
@@ -170,7 +167,7 @@ class Arguments:
         source = self.span(send, "send", split=True)
         if recv is None:
             recv = self._new(send, self._first_axis(send))
-        count = self._part(source, "send")
+        count = self._part(source)
         target = self.output(recv, "recv", split=True)
         _require_total(source, target, _elements(source) // self._size, "one part of send")
         self._require_joined(recv, send, recv)
@@ -181,7 +178,7 @@ class Arguments:
         if recv is None:
             self._first_axis(send)
             recv = self._new(send, shape_of(send))
-        count = self._part(source, "send")
+        count = self._part(source)
         target = self.output(recv, "recv", split=True)
         _require_alike(source, target)
         _require_shape(send, recv)

@@ -8,6 +8,7 @@ import weakref
 from contextlib import suppress
 
 from pynccl._comm.in_flight import Mark
+from pynccl._library.binding import fastcall
 
 # Seconds between two looks: at the watchdog's verdict, and at an event of a library that cannot notify.
 _LOOK, _POLL = 0.05, 0.001
@@ -31,6 +32,7 @@ class _Waker:
         for future in self.waiting:
             _finish(future)
 
+    @fastcall.finalizer
     def __del__(self) -> None:
         if self.descriptor >= 0:
             os.close(self.descriptor)

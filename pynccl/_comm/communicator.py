@@ -99,7 +99,8 @@ class Communicator(Operations, Hinting):
     ) -> Communicator:
         """Join, as a new rank, a communicator that its ranks grow to `nranks`.
 
-        `unique_id` comes from `get_unique_id` on one of these ranks. Raises as the constructor does.
+        `unique_id` comes from `get_unique_id` on one of these ranks. `device` is by default the current
+        device: LOCAL_RANK has no effect. Raises as the constructor does.
         """
         core = Core(timeout)
         _require_place(nranks, rank)
@@ -303,6 +304,7 @@ class Communicator(Operations, Hinting):
     def get_unique_id(self) -> UniqueId:
         """Return the id by which new ranks join when this communicator grows; call it on one rank only.
 
+        Until `grow` begins, it is the same id.
         Raises NcclInvalidUsage once the communicator is closed, and NcclError if the library refuses.
         """
         return recovery.unique_id_to_grow(self._core)

@@ -46,10 +46,8 @@ T = TypeVar("T")
 # Results of the C call path that are not NCCL's.
 RECORDED, WAITING, BUSY = lib.PYNCCL_RECORDED, lib.PYNCCL_WAITING, lib.PYNCCL_BUSY
 CLOSED, OVERLAP, NO_MEMORY = lib.PYNCCL_CLOSED, lib.PYNCCL_OVERLAP, lib.PYNCCL_NO_MEMORY
-NO_WINDOW: Any = lib.PYNCCL_NO_WINDOW
-CAPTURED: Any = lib.PYNCCL_CAPTURED
-STOPPED: Any = lib.PYNCCL_STOPPED
-INTERRUPTED: Any = lib.PYNCCL_INTERRUPTED
+NO_WINDOW, CAPTURED = lib.PYNCCL_NO_WINDOW, lib.PYNCCL_CAPTURED
+STOPPED, INTERRUPTED = lib.PYNCCL_STOPPED, lib.PYNCCL_INTERRUPTED
 
 # Seconds of a wait without a time-out after which a rank says which others it waits for: in a call that all
 # ranks must make, and in any call of init_all.
@@ -139,6 +137,8 @@ class Core:
         # The number of derived communicators by method, and of the agreements on them by kind.
         self.derived = Counter[str]()
         self.attempts = Counter[int]()
+        # The id for the next grow, if it was made: the library makes no other one before that.
+        self.grow_id: bytes | None = None
         # Set at the end of the library's call of the last grow, which may have been given up.
         self.grown: threading.Event | None = None
         # True after a failed shrink: later ones use a unique id in place of the library's call.
@@ -157,7 +157,7 @@ class Core:
         # Seconds in `wait`, by what was waited for.
         self.waited: defaultdict[str, float] = defaultdict(float)
         self.children: weakref.WeakSet[Core] = weakref.WeakSet()
-        # True after a call failed.
+        # True once the program has got an error of this communicator or aborted it: its end reports no other.
         self.told = False
         # Whether the hint at a group was printed.
         self.hinted = False
@@ -358,18 +358,21 @@ class Core:
     ) -> T:
         """Make a blocking call that ends at the time-out or with the watchdog's verdict.
 
-        The error of either waits `linger` seconds for the end of the call.
+        The error of either waits `linger` seconds for the end of the call. A call with `linger` that ends
+        while this rank asks who is late has succeeded, as it has on the other ranks.
         """
         look: Look = self.watch.raise_verdict
         if self.waits and self.timeout is None:
             look = hinting(look, lambda: self._who_is_late(what, "; expected the same call on every rank"))
         try:
-            return bounded(call, self.timeout, what, if_abandoned, look, linger)
+            at_timeout = self.watch.hear if linger else None
+            return bounded(call, self.timeout, what, if_abandoned, look, linger, at_timeout)
         except NcclTimeoutError as error:
             # The counts of calls that follow do not show who is in this one.
             where = "" if self.known_rank is None else f" on rank {self.known_rank}"
             error.args = (f"{error}{where}{self._in_turn()}",)
-            self.watch.hear()
+            if not linger:
+                self.watch.hear()
             raise self.watch.expire(str(error)) or error from None
         except NcclError as error:
             raise self.watch.cause(error) from error.__cause__
@@ -439,7 +442,8 @@ class Core:
             self.hinted = _hint(self._who_is_late(what, self._in_turn()))
 
     def _who_is_late(self, what: str, expected: str) -> str:
-        late = self._awaited()
+        # The library does not tell of a communicator that it is destroying.
+        late = self._awaited() if self.handle else "other ranks"
         return f"{self!r} has waited {LONG:g} s in {what} for {late}{expected}" if late else ""
 
     def _awaited(self) -> str:
@@ -542,7 +546,7 @@ class Core:
             running.start()
             running.wait()
         except NoThreadError:
-            # An exiting interpreter starts no thread.
+            # An exiting interpreter starts no thread, and a thread needs memory.
             return call()
         except BaseException:
             # First: a second exception may come between any two calls.
@@ -864,12 +868,13 @@ class Core:
 
     def _warn(self) -> None:
         text = f"{self!r}, made at {self.line}, was never destroyed or aborted"
-        # The place of the warning is a line of this package: nothing calls __del__ or an exit handler.
+        # The line that dropped it, behind __del__; at the exit a line of this package.
         warnings.warn(text, ResourceWarning, source=self, stacklevel=3)
         for memory in (self.windows, self.registrations):
             memory.note_left()
             memory.warn(self)
 
+    @fastcall.finalizer
     def __del__(self) -> None:
         # No collective call here: garbage collection runs at other times on other ranks.
         if getattr(self, "handle", 0) and self.owned:
@@ -878,6 +883,10 @@ class Core:
             known = self.watch.verdict() is not None
             if self._take_from_watchdog(lib.PYNCCL_ABORTS_TOO if known else lib.PYNCCL_ENDS):
                 note_dropped(int(self.handle))
+                if self.waits:
+                    # A communicator that has failed or was never complete has nobody to tell.
+                    with suppress(NcclError):
+                        capi.pyncclCpuLeave(int(self.handle))
             else:
                 lifetime.disown(self.handle)
             self._warn()

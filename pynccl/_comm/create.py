@@ -39,8 +39,12 @@ def create(
 ) -> None:
     """Create the library's communicator by a blocking call on a device, and set up `core` with it."""
 
-    core.until = core.until or core.deadline(None)[1]
-    left = None if core.until is None else max(0.1, core.until - time.monotonic())
+    seconds, until = core.deadline(None)
+    if core.until is None:
+        core.until = until
+    else:
+        seconds = core.until - time.monotonic()
+    left = None if seconds is None else max(0.1, seconds)
     # The CPU library's own time-out names the missing ranks.
     by_library = left is not None and bool(lib.cpu_api_find(b"pyncclCpuCreationTimeout"))
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from pynccl import capi
 from pynccl._device import streams
 from pynccl._library import cuda
-from pynccl._library.binding import lib
+from pynccl._library.binding import fastcall, lib
 from pynccl._library.status import IN_PROGRESS
 
 # The number of calls that share one event.
@@ -111,6 +111,7 @@ class Mark:
         """Let an eventfd become readable when the calls are complete; False if the library cannot."""
         return self._events.notify(self._event, descriptor)
 
+    @fastcall.finalizer
     def __del__(self) -> None:
         # The events of a forked child are its parent's, and at the interpreter's exit the driver may be gone.
         if self._pid == os.getpid():

@@ -73,7 +73,8 @@ class _AtEnd:
 
 
 # PYNCCL_EXIT_TIMEOUT, read with the first communicator.
-_seconds = 5.0
+_DEFAULT = 5.0
+_seconds = _DEFAULT
 _leave: _AtEnd | None = None
 _abort: _AtEnd | None = None
 
@@ -188,7 +189,7 @@ def _last_exception() -> BaseException | None:
 
 
 def _exit_seconds() -> float:
-    text = os.environ.get("PYNCCL_EXIT_TIMEOUT") or "5"
+    text = os.environ.get("PYNCCL_EXIT_TIMEOUT") or _DEFAULT
     with suppress(ValueError):
         if (seconds := float(text)) >= 0:
             return min(seconds, LONGEST)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from pynccl._arrays.buffers import Array
 from pynccl._comm.calls import Calls
+from pynccl._comm.core import Core
 from pynccl._memory import registration, window
 from pynccl._memory.registration import Registration
 from pynccl._memory.window import Window
@@ -32,4 +36,8 @@ class Memory:
         self._core.open()
         with self._calls.locating():
             span = self._arguments.output(array, "array")
-            return window.register(self._core, array, span, symmetric, self._calls.exchange)
+            return window.register(self._core, array, span, symmetric, _exchange)
+
+
+def _exchange(core: Core, kind: int, words: Sequence[int]) -> Any:
+    return Calls(core).exchange(kind, words)

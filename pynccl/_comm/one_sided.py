@@ -146,6 +146,8 @@ def _template(comm: Any, entry: Entry, datatype: int, peer: int, number: int) ->
 
 def _counts(peer: Any, count: Any) -> Iterable[tuple[Any, Any]]:
     """Return the ranks to wait for, and how many signals of each."""
+    if isinstance(peer, list | tuple):
+        raise TypeError(f"peer is {shown(peer)}; expected a rank, or a dict of ranks and their counts")
     if not isinstance(peer, Mapping):
         return [(peer, count)]
     if count != 1:

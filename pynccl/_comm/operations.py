@@ -831,10 +831,8 @@ class Operations:
         """
         with self._calls.locating():
             self._arguments.rank_in(root, "root")
-        here = root == self._calls.core.rank
-
-        with self._calls.locating():
             recv = self._arguments.room(send, recv, counts, "counts", self._calls.core.rank)
+        here = root == self._calls.core.rank
 
         def pieces() -> list[Piece]:
             check = self._arguments

@@ -83,7 +83,7 @@ class _Run(fastcall.Call, Hinting):
         return int(self._recording.calls.count)
 
 
-def _finish(run: _Run, result: int) -> None:
+def _finish(result: int, run: _Run) -> None:
     if result == INTERRUPTED:
         run._recording.let_go()
     else:

@@ -26,9 +26,9 @@ def function_name(kind: int, configured: bool = False) -> str:
     return FUNCTIONS[kind] + ("Config" if configured else "")
 
 
-def closed_window(function: str) -> NcclInvalidUsage:
+def closed_window(function: str, where: str = "") -> NcclInvalidUsage:
     """Return the error of a put whose window was closed after the call was prepared or recorded."""
-    return NcclInvalidUsage(f"{function} cannot be called: its window was closed", function=function)
+    return NcclInvalidUsage(f"{function} cannot be called: its window was closed{where}", function=function)
 
 
 class Recording:
@@ -115,16 +115,16 @@ class Recording:
         if result == CLOSED:
             # In a finalizer the communicator may no longer be found.
             raise NcclInvalidUsage(f"{self.name()} cannot be called: its communicator was closed")
-        failed = self.calls.failed
+        failed, count = self.calls.failed, self.calls.count
+        where = f" (call {failed} of {count}, counted from 0)" if 0 <= failed < count > 1 else ""
         if result == NO_WINDOW:
-            raise closed_window(FUNCTIONS[PUT_SIGNAL])
-        if 0 <= failed < self.calls.count:
+            raise closed_window(FUNCTIONS[PUT_SIGNAL], where)
+        if 0 <= failed < count:
             call = self.calls.calls[failed]
             function, handle = function_name(call.kind, bool(call.config)), int(call.comm.handle)
-            where = f" (call {failed} of {self.calls.count}, counted from 0)"
         else:
-            function, handle, where = "ncclGroupEnd", self._failed_comm(result), ""
-            if self.calls.count == 1 and not self.calls.grouped:
+            function, handle = "ncclGroupEnd", self._failed_comm(result)
+            if count == 1 and not self.calls.grouped:
                 function = function_name(self.calls.calls[0].kind)
         try:
             check(result, function, handle)

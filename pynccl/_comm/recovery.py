@@ -132,7 +132,8 @@ def _shrink_by_agreement(
             wanted = survivors.decided
             try:
                 all_made = bool(survivors.agree(MADE if child is not None else 0).flags & MADE)
-                if all_made and survivors.decided == wanted:
+                # A decision can be that of ranks which have gone on without this one.
+                if all_made and survivors.decided == wanted and child is not None:
                     break
                 if not ends:
                     _require_all(core, survivors, wanted)
@@ -260,6 +261,8 @@ def grow(core: Core, nranks: int, unique_id: bytes | None, config: ConfigLike) -
 
 
 def _grow(core: Core, nranks: int, unique_id: bytes | None, config: ConfigLike) -> Core:
+    # Also if the ranks do not agree: the new ranks hear that they cannot join with this id.
+    core.grow_id = None
     if lib.nccl_api_find(b"ncclCommGrow"):
 
         def call() -> int:
@@ -365,4 +368,7 @@ def unique_id_to_grow(core: Core) -> UniqueId:
     """Return the id by which new ranks join; before NCCL 2.29 the id of a new rendezvous."""
     if not lib.nccl_api_find(b"ncclCommGrow"):
         return UniqueId(capi.ncclGetUniqueId())
-    return UniqueId(capi.ncclCommGetUniqueId(core.open()))
+    handle = core.open()
+    if core.grow_id is None:
+        core.grow_id = bytes(capi.ncclCommGetUniqueId(handle))
+    return UniqueId(core.grow_id)

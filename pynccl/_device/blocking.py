@@ -238,7 +238,10 @@ class Running(Generic[T]):
                 self._drop()
 
     def wait(self, deadline: float = math.inf) -> bool:
-        """Wait for the end of the call, or until the deadline; tell whether it has ended, or never begins."""
+        """Wait for the end of the call, or until the deadline; tell whether it has ended, or never begins.
+
+        Raises NoThreadError if its thread has ended before the call.
+        """
         while not self.done.is_set() and time.monotonic() < deadline:
             if self._abandoned and not self._thread:
                 return True
@@ -247,15 +250,20 @@ class Running(Generic[T]):
         return self.done.is_set()
 
     def _look_for_thread(self) -> None:
-        """End the call if its thread has ended before it."""
+        """End the call if its thread has ended, which happens without memory."""
         ended = bool(self._lives) and not any(life() for life in self._lives)
-        if ended and not self.done.is_set():
-            self._error = NcclSystemError(
-                f"{self._what}: the thread of the call has ended without memory (RLIMIT_AS, or the cgroup's "
-                "memory.max)",
-                function=self._what,
-            )
-            self.done.set()
+        if not ended or self.done.is_set():
+            return
+        cls = NcclSystemError if self._thread else NoThreadError
+        error = cls(
+            f"{self._what}: the thread of the call has ended without memory (RLIMIT_AS, or the cgroup's "
+            "memory.max)",
+            function=self._what,
+        )
+        if not self._thread:
+            raise error
+        self._error = error
+        self.done.set()
 
     def give_up(self) -> bool:
         """Abandon the call; return False if it has already ended."""
@@ -324,24 +332,29 @@ def bounded(
     if_abandoned: Callable[[T], object] | None = None,
     look: Callable[[], object] | None = None,
     linger: float = 0.0,
+    at_timeout: Callable[[], object] | None = None,
 ) -> T:
     """Make a blocking call and return its result; Ctrl-C and the time-out can end the wait.
 
     `look` is called periodically and may raise. `if_abandoned` gets the result of an abandoned call. Before
-    the exception is raised that ends the wait, the call has `linger` seconds to end.
+    the exception is raised that ends the wait, the call has `linger` seconds to end. `at_timeout` is called
+    before a late call is abandoned, which may end meanwhile.
     """
     running = Running(call, what, if_abandoned, limited=timeout is not None, linger=linger)
     try:
         running.start()
+        ended = _wait(running, timeout, with_outside(look))
     except NoThreadError:
-        # An exiting interpreter starts no thread.
+        # An exiting interpreter starts no thread, and a thread needs memory.
         return call()
     except BaseException:
         running.abandon()
         raise
     try:
-        if _wait(running, timeout, with_outside(look)):
+        if ended:
             return running.result()
+        if at_timeout is not None:
+            at_timeout()
     except BaseException:
         running.abandon()
         raise

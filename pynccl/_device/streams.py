@@ -16,7 +16,7 @@ from pynccl._device.blocking import another_thread_may_call
 from pynccl._device.devices import device_to_use, on_device
 from pynccl._errors import NcclError, NcclInvalidArgument, NcclInvalidUsage, NcclTimeoutError
 from pynccl._library import cuda, loader
-from pynccl._library.binding import lib
+from pynccl._library.binding import fastcall, lib
 from pynccl._library.status import IN_PROGRESS, check
 from pynccl._trace.recorder import dump_because
 
@@ -113,8 +113,8 @@ def handle_of(stream: Any) -> int:
     if not is_int(handle) or not isinstance(handle, int) or not 0 <= handle < 1 << 64:
         none = "" if stream is None else "None, "
         raise TypeError(
-            f"stream is {shown(stream)}; expected {none}a stream handle as an int, or an object with "
-            "__cuda_stream__, ptr or cuda_stream"
+            f"stream is {shown(stream)}; expected {none}a stream handle as an int, 0 or more, or an object "
+            "with __cuda_stream__, ptr or cuda_stream"
         )
     return handle
 
@@ -234,6 +234,7 @@ class _Owned(Hinting):
         if handle and self._pid == os.getpid():
             self._end(handle)
 
+    @fastcall.finalizer
     def __del__(self) -> None:
         # At the interpreter's exit the driver may be gone.
         # Nor is there a contextlib.suppress any more.

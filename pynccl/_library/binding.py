@@ -27,6 +27,10 @@ else:
         NULL = None
         Call = object
 
+        @staticmethod
+        def finalizer(end: Any) -> Any:
+            return end
+
         def __getattr__(self, name: str) -> Any:
             def refuse(*_: Any) -> NoReturn:
                 raise NotSupportedError(UNSUPPORTED)

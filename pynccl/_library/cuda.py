@@ -229,11 +229,6 @@ def using_device(ordinal: int) -> Iterator[None]:
         _call("cuCtxPopCurrent_v2", ffi.new("uintptr_t*"))
 
 
-def synchronize_device() -> None:
-    """Wait for all work of the current device."""
-    _call("cuCtxSynchronize")
-
-
 @contextmanager
 def relaxed_capture() -> Iterator[None]:
     """Allow this thread calls that would end a graph capture of another thread."""

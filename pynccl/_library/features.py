@@ -1,4 +1,4 @@
-"""What versions of NCCL brought beside functions and structs, whose versions api/nccl_api.h has."""
+"""Which NCCL version first reads a variable; api/nccl_api.h has the versions of functions and structs."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, NamedTuple
 
 from pynccl._base.host import is_short_of_descriptors
@@ -31,8 +32,6 @@ from pynccl._library.results import result_name
 
 IN_PROGRESS = ncclInProgress
 NOT_FOUND = lib.PYNCCL_NOT_FOUND
-# As many ranks as the CPU library tells.
-_MOST_LATE = 16
 
 # Rank and size of open communicators that capi made; None while only the library knows them.
 # The cells that NCCL wrote them to stay alive with them.
@@ -104,9 +103,13 @@ def check(result: int, function: str, comm: int = 0) -> None:
         raise _missing(function) if result == NOT_FOUND else _failed(result, function, int(comm))
 
 
-def _library_name() -> str:
+def _on_cpu() -> bool:
     info = loader.loaded()
-    return "the CPU library" if info and info.backend == "cpu" else "NCCL"
+    return info is not None and info.backend == "cpu"
+
+
+def _library_name() -> str:
+    return "the CPU library" if _on_cpu() else "NCCL"
 
 
 def _origin() -> str:
@@ -138,7 +141,7 @@ def _late_ranks(result: int) -> list[int]:
     if result not in (ncclRemoteError, ncclTimeout):
         return []
     found, rank = [], ffi.new("int*")
-    for index in range(_MOST_LATE):
+    for index in itertools.count():
         # Only the CPU library can tell.
         if lib.pyncclCpuGetLateRank(index, rank) or rank[0] < 0:
             break
@@ -171,7 +174,7 @@ def _reported(comm: int) -> _Reported:
 
 def _cause(meaning: str, reported: _Reported, function: str) -> str:
     """Return the cause in an error's text; NCCL's last error may be that of an earlier call."""
-    if reported.text and _library_name() != "NCCL":
+    if reported.text and _on_cpu():
         return reported.cause(function)
     last = reported.text and f"last error reported by NCCL: {reported.text}"
     return "; ".join(filter(None, [meaning, last]))
@@ -204,7 +207,7 @@ def _failed(result: int, function: str, comm: int) -> NcclError:
     if why := _why_exhausted(result):
         parts.append(why)
     parts.append(_origin())
-    if cls is NcclUnhandledCudaError and _library_name() == "NCCL" and not cuda.available():
+    if cls is NcclUnhandledCudaError and not _on_cpu() and not cuda.available():
         parts.append(
             f"no NVIDIA driver was found ({cuda.why_unavailable()}): "
             "set PYNCCL_LIBRARY=cpu to run on CPU memory without a GPU"

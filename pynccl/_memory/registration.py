@@ -87,7 +87,7 @@ class Registrations:
         """Warn of each registration that was left open, with the line that made it."""
         left, self._left = self._left, []
         for line in left:
-            warnings.warn(f"{owner!r}: the registration made at {line} was never closed", ResourceWarning, 4)
+            warnings.warn(f"{owner!r}: the registration made at {line} was never closed", ResourceWarning, 5)
 
 
 class Registration:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
 from pynccl._errors import NcclError, NcclInvalidUsage, NcclRemoteError, NcclTimeoutError
-from pynccl._library.binding import lib
+from pynccl._library.binding import fastcall, lib
 from pynccl._memory.allocation import Allocation
 from pynccl._memory.registration import Registration, Segment
 
@@ -38,16 +37,11 @@ class AllocatorCounts(NamedTuple):
 class Pin:
     """Keeps a segment of torch's allocator after torch has freed it."""
 
-    __slots__ = ("_begin", "_process", "nbytes")
+    __slots__ = ("_owner", "nbytes")
 
     def __init__(self, begin: int) -> None:
         self.nbytes = lib.pynccl_segment_pin(begin)
-        self._begin, self._process = begin, os.getpid()
-
-    def __del__(self) -> None:
-        # A forked child must not free its parent's memory.
-        if self.nbytes and os.getpid() == self._process:
-            lib.pynccl_segment_unpin(self._begin)
+        self._owner = fastcall.own_pin(begin) if self.nbytes else None
 
 
 def segment(begin: int, owner: Allocation | Pin) -> Segment:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -13,10 +12,10 @@ from pynccl import capi
 from pynccl._arrays import dtypes
 from pynccl._arrays.buffers import Span, held, shape_of
 from pynccl._base.hints import Hinting
-from pynccl._base.values import is_int, refuse_copy, shown
+from pynccl._base.values import check_rank, refuse_copy, shown
 from pynccl._errors import CollectiveMismatchError, NcclInvalidUsage
 from pynccl._library import loader
-from pynccl._library.binding import ffi, lib
+from pynccl._library.binding import fastcall, ffi, lib
 from pynccl._library.generated import kinds
 from pynccl._library.status import check, remember_late
 from pynccl._memory import creation
@@ -25,8 +24,9 @@ from pynccl._trace import recorder
 from pynccl._trace.callers import caller_line
 
 _REGISTER, _DEREGISTER = kinds.FUNCTIONS[kinds.WINDOW], kinds.FUNCTIONS[kinds.CLOSE_WINDOW]
-# Gather a few numbers of every rank, as a collective call of this kind: an int64 array of one row per rank.
-Exchange = Callable[[int, Sequence[int]], Any]
+# Gather a few numbers of every rank of a communicator, as a collective call of this kind: an int64 array with
+# one row per rank. The communicator holds this function, so the function must not hold the communicator.
+Exchange = Callable[[Any, int, Sequence[int]], Any]
 
 
 class Owner(MemoryOwner, Protocol):
@@ -127,23 +127,25 @@ class Windows:
         """Warn of each window that was left open, with the line that made it."""
         left, self._left = self._left, []
         for line in left:
-            warnings.warn(f"{owner!r}: the window made at {line} was never closed", ResourceWarning, 4)
+            warnings.warn(f"{owner!r}: the window made at {line} was never closed", ResourceWarning, 5)
 
 
 class _PeerMemory:
     """A rank's part of a window, mapped as long as an array over it exists."""
 
-    __slots__ = ("__weakref__", "_hold", "_process", "device", "nbytes", "ptr")
+    __slots__ = ("__weakref__", "_hold", "device", "nbytes", "ptr")
 
     def __init__(self, entry: Entry, ptr: int, nbytes: int, device: int | None) -> None:
         self.ptr, self.nbytes, self.device = ptr, nbytes, device
-        self._process = os.getpid()
-        self._hold = capi.pyncclCpuWindowHold(entry.cell[0]) if device is None else 0
+        self._hold = _held(capi.pyncclCpuWindowHold(entry.cell[0])) if device is None else None
 
-    def __del__(self) -> None:
-        # A forked child has no such handle.
-        if getattr(self, "_hold", 0) and os.getpid() == self._process:
-            lib.pyncclCpuWindowRelease(self._hold)
+
+def _held(hold: int) -> object:
+    try:
+        return fastcall.own_hold(hold)
+    except MemoryError:
+        capi.pyncclCpuWindowRelease(hold)
+        raise
 
 
 @recorder.with_callers(lambda window: window._owner.c, "close")
@@ -206,10 +208,7 @@ class Window(Hinting):
         """
         entry = self._live()
         size = self._owner.size
-        if not is_int(rank):
-            raise TypeError(f"rank is {shown(rank)}; expected an int, 0 <= rank < {size}")
-        if not 0 <= rank < size:
-            raise ValueError(f"rank is {shown(rank)}; expected 0 <= rank < {size}")
+        check_rank(rank, "rank", size)
         place = entry.places[rank]
         ptr = capi.ncclGetPeerDevicePointer(entry.handle, place.before, int(rank))
         if not ptr:
@@ -289,7 +288,7 @@ def _register(owner: Owner, array: Any, span: Span, symmetric: bool, exchange: E
             f"array shares memory with the symmetric window made at {other.line}; expected memory of no "
             "other symmetric window of this communicator"
         )
-    table = exchange(kinds.WINDOW, (entry.number, entry.code, symmetric, entry.nbytes, entry.before))
+    table = exchange(owner, kinds.WINDOW, (entry.number, entry.code, symmetric, entry.nbytes, entry.before))
     windows.begun, windows.exchange = entry.number, exchange
     _require_same(owner, table.tolist())
     entry.places = [Place(int(row[3]), int(row[4])) for row in table]
@@ -349,7 +348,7 @@ def _leave(owner: Owner, number: int) -> None:
     with owner.alone():
         complete(owner, _DEREGISTER)
     assert owner.windows.exchange is not None
-    numbers = owner.windows.exchange(kinds.CLOSE_WINDOW, (number,))[:, 0].tolist()
+    numbers = owner.windows.exchange(owner, kinds.CLOSE_WINDOW, (number,))[:, 0].tolist()
     if len(set(numbers)) > 1:
         said = [f"window {n}" if n else "all windows, at the end of the communicator" for n in numbers]
         raise _mismatch(owner, _DEREGISTER, "closed", said)

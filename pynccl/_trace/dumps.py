@@ -289,7 +289,10 @@ def _stacks_in(paths: Iterable[str | os.PathLike[str]]) -> str:
     stacks = [file.name for path in map(Path, paths) if path.is_dir() for file in path.glob("*.stacks")]
     if not stacks:
         return ""
-    return f"; there are Python stacks, of ranks that had no communicator: {', '.join(sorted(stacks))}"
+    return (
+        "; there are Python stacks, of ranks without a recorded communicator (groups of torch are not "
+        f"recorded): {', '.join(sorted(stacks))}"
+    )
 
 
 def files_of(paths: Sequence[str | os.PathLike[str]]) -> list[Path]:

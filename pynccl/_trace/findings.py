@@ -219,7 +219,8 @@ def _dead(world: World) -> str:
     when = "" if complete is None else " after init" if not complete else f" after #{complete}"
     if complete is None and any(r.call == "init" for m in world.members.values() for r in m.records.kinds):
         return f"{ranks} never reached init: {it}"
-    return f"{ranks} died{when}: {it}"
+    # A stopped process writes nothing either, and a launcher that ends the job kills it.
+    return f"{ranks} died or {'was' if one else 'were'} stopped{when}: {it}"
 
 
 def _first_unmet(world: World) -> int:
@@ -318,6 +319,9 @@ def _say_group(shape: tuple[int, ...]) -> str:
 # --- other calls --------------------------------------------------------------------------------------------
 
 
+_MESSAGES = ("send", "recv")
+
+
 def _pairs(world: World) -> Iterator[str]:
     """Yield texts for sends and recvs that do not match."""
     pairs: set[tuple[int, int]] = set()
@@ -410,7 +414,9 @@ def _unmet(calls: Records, others: Records) -> TraceRecord | None:
 
 def _instead(member: Member, call: str, peer: int) -> str:
     """Return what a rank does in place of a recv or send."""
-    record = _first(member, lambda r: r.call == call and r.peer != peer and r.state != "done")
+    record = _first(
+        member, lambda r: r.call in _MESSAGES and (r.call, r.peer) != (call, peer) and r.state != "done"
+    )
     if record is None:
         return f"it {_why(member)}"
     verb = "waits in" if record.state in PENDING else "called"

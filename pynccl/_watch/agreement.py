@@ -12,7 +12,7 @@ int with one bit for each rank.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -75,10 +75,10 @@ def ranks_in(bits: int) -> Iterator[int]:
         bits ^= low
 
 
-def set_of(ranks: object) -> int:
+def set_of(ranks: Iterable[int]) -> int:
     """Return ranks as a set."""
     bits = 0
-    for rank in ranks:  # type: ignore[attr-defined]
+    for rank in ranks:
         bits |= 1 << rank
     return bits
 

@@ -11,7 +11,6 @@ watchdog takes the connections, see native/watchdog.h.
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import ipaddress
 import os
@@ -26,8 +25,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pynccl._base.forks import accept, no_fork, open_socket, own
-from pynccl._base.host import digest, loopback
-from pynccl._errors import BootstrapError, NcclError, NcclSystemError, descriptor_limit
+from pynccl._base.host import SHORTAGES, digest, loopback
+from pynccl._errors import BootstrapError, NcclError, NcclSystemError, NcclTimeoutError, descriptor_limit
 from pynccl._library.binding import ffi, lib
 from pynccl._secure import handshake
 from pynccl._secure.secret import read_secret
@@ -146,8 +145,12 @@ def connect(
         late = links.answer(look)
         if any(any(answer[_PLACE.size :]) for answer in answers):
             # A rank that shares its lines may be done, and abort, while others still exchange the places.
-            with suppress(NcclError):
+            try:
                 gather(bytes(1))
+            except NcclTimeoutError:
+                raise
+            except NcclError:
+                pass
         # They were alive when they connected; a process that is invisible now never proves anything.
         here = processes[rank].space
         visible = [
@@ -525,7 +528,7 @@ class _Links:
 
 def _refuse_shortage(error: OSError) -> None:
     """Raise if the error is a shortage of this process, not a failure of the other end."""
-    if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+    if error.errno in SHORTAGES:
         raise _cannot_open(error) from error
 
 

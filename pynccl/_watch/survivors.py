@@ -25,11 +25,14 @@ _LATE, _PROOF = 1.0, 2.5
 _RESPONSE, _RESPONSE_STEP = 1.2, 0.01
 # Seconds to wait for the message of a late rank: it is on its way, or came while this rank was stopped.
 _JUST_NOW = 0.2
+# Seconds that the ranks have for the next message of one that came just before the time-out.
+_STEP = 1.0
 # Seconds that a rank with the last decision waits for the other ranks to have it.
 _LINGER = 1.0
-# Kinds of agreements: a shrink with abort=True, another shrink, and grow. With _BEGUN: a rank has begun one.
+# Kinds of agreements: a shrink with abort=True, another shrink, and grow. With _BEGUN: a rank has begun one,
+# with _GAVE_UP: it waited in vain for others.
 SHRINKING, LEAVING_OUT, GROWING = 1, 2, 3
-_BEGUN = 128
+_BEGUN, _GAVE_UP = 128, 64
 _TEXT: Any = lib.PYNCCL_FRAME_TEXT
 _GONE: Any = lib.PYNCCL_GONE
 _SILENT: Any = lib.PYNCCL_SILENT
@@ -73,8 +76,10 @@ class Survivors:
         # By rank: the number of its attempt, 0 if unknown, and the tags of messages from it.
         self.theirs = [attempt if final else 0] * self.size
         self.tags = ffi.new("uint64_t[]", [self._tag(theirs, attempt) for theirs in self.theirs])
-        # The ranks of which this attempt has a message.
-        self.heard_of = 0
+        # The ranks of which this attempt has a message, and when the last of them came.
+        self.heard_of, self.came_at = 0, 0.0
+        # The ranks for which another one has waited in vain.
+        self.given_up = 0
         # After a failure excluded ranks count as unreachable, and so do those that do not respond or that a
         # failed shrink has named; else they are only left out.
         named = set_of(excluded)
@@ -97,6 +102,7 @@ class Survivors:
         self.members = (1 << self.size) - 1 & ~(named | 1 << self.me)
         begins = (kind | _BEGUN if self.members >> rank & 1 else 0 for rank in range(self.size))
         self.begins = ffi.new("uint64_t[]", list(begins))
+        self.gives_up = ffi.new("uint64_t[]", [kind | _GAVE_UP] * self.size)
         if not final:
             self._begin_attempt()
 
@@ -128,6 +134,19 @@ class Survivors:
             self.watch.begun[self.kind, other] = begun
             if not self.heard_of >> other & 1:
                 self._match(other, max(0, begun))
+
+    def _tell_given_up(self, late: int) -> None:
+        """Tell the others of this attempt for which ranks this one has waited in vain."""
+        # Little-endian: what does not fit are the highest ranks.
+        data = late.to_bytes((self.size + 7) // 8, "little")[: _TEXT - 4]
+        self.watch.send(self.members, self.kind | _GAVE_UP, self.attempt.to_bytes(4, "big") + data)
+
+    def _hear_given_up(self) -> None:
+        rank, data = ffi.new("int*"), ffi.new("char[]", _TEXT)
+        while not lib.pynccl_watch_take(self.watch.c, rank, self.gives_up, data, _TEXT, 0):
+            told = bytes(ffi.buffer(data, _TEXT))
+            if int.from_bytes(told[:4], "big") == self.attempt:
+                self.given_up |= int.from_bytes(told[4 : 4 + (self.size + 7) // 8], "little")
 
     def _must_not_be_given_up(self) -> None:
         if gone := self._given_up():
@@ -261,8 +280,18 @@ class Survivors:
                     raise self._partition(state.view)
             if state.decision is None:
                 self._must_not_be_given_up()
+            late = agreement.awaited(state)
+            # The message of one rank changes what all others are to send.
+            late = late & ~self.heard_of or late
+            if self.given_up:
+                # A rank that has the decision may tell it yet.
+                deadline = min(deadline, now + _JUST_NOW)
+                late = self.given_up
+            elif not late & ~self.heard_of:
+                deadline = max(deadline, self.came_at + _STEP)
             if state.decision is None and now >= deadline:
-                late = agreement.awaited(state)
+                if self.final:
+                    self._tell_given_up(late)
                 if all_heard or self.kind != LEAVING_OUT or late & ~self._responding(late):
                     raise self._late(late)
                 # They may wait for a rank that does not respond.
@@ -307,6 +336,8 @@ class Survivors:
         )
 
     def _late(self, awaited: int) -> RankFailedError:
+        if self.final and awaited >> self.me & 1:
+            return self._out("did not wait for")
         newest = [self.watch.begun.get((self.kind, r), 0) for r in ranks_in(awaited)]
         # A rank that gave up an earlier attempt is only late in this one.
         if self.kind == GROWING and newest and all(begun <= -self.attempt for begun in newest):
@@ -344,7 +375,9 @@ class Survivors:
         self.not_aborted()
         # Read the fates before the messages, since a rank's messages precede its end.
         fates = self._fates()
-        if not self.final:
+        if self.final:
+            self._hear_given_up()
+        else:
             self._hear_beginnings()
         self._hear_messages(wait_ms)
         self._note(fates)
@@ -391,6 +424,8 @@ class Survivors:
         if text[0]:
             return
         del self.parts[rank]
+        if not self.heard_of >> rank & 1:
+            self.came_at = time.monotonic()
         self.heard_of |= 1 << rank
         number = int.from_bytes(part[:4], "big")
         self._take(rank, number, agreement.unpack(bytes(part[4:]), self.size))
@@ -433,6 +468,8 @@ class Survivors:
         """Raise if a survivor failed meanwhile."""
         self.pump()
         self._must_not_be_given_up()
+        if self.given_up:
+            raise self._late(self.given_up)
         gone = self.decided & (self.lost | self.ended)
         if gone:
             raise self._failure(

@@ -168,8 +168,8 @@ def _number(environ: Mapping[str, str], name: str) -> int | None:
     if text is None:
         return None
     if not _NUMBER.fullmatch(text):
-        expected = "a number from 0 to 999999999, set by the launcher"
-        raise BootstrapError(f"{name} is {text!r}; expected {expected}")
+        expected = "1 to 65535" if name == "MASTER_PORT" else "a number from 0 to 999999999"
+        raise BootstrapError(f"{name} is {text!r}; expected {expected}, set by the launcher")
     return int(text)
 
 

@@ -111,11 +111,18 @@ class Round:
 
     def exchange(self, prepare: Callable[[], Facts]) -> Answer:
         """Send the result or the error of `prepare` to rank 0, and return rank 0's answer."""
+        start = time.monotonic()
         while not self.keys.claim(self._key("claim", self.rank)):
             if self.later is None or not (self._is_set("answer") or self._is_set("failed")):
                 raise self._duplicate()
             # An earlier process of this rank took part in that round.
             self.prefix = f"init/{next(self.later)}/"
+        if (late := time.monotonic() - self.deadline) > _MARGIN:
+            # Each further call may take as long, and the others have given up.
+            raise BootstrapError(
+                f"rank {self.rank} of {self.size} arrived {late:.1f} s after its time-out: calls of "
+                f"{self.keys.where} took {time.monotonic() - start:.1f} s"
+            )
         try:
             self.keys.will(self.prefix + "failed", pack(death_of(self.rank, self.size)))
             self._arrive(prepare)
@@ -248,7 +255,7 @@ class Round:
             answer = unpack_answer(self._fetch(self.prefix + "answer", self._left() + _MARGIN, 0))
         except TimeoutError:
             error = self._absent()
-            self._clear_up(Failure(str(error)))
+            self._clear_up(Failure(str(error), missing=tuple(error.ranks)))
             raise error from None
         except StoreSilent:
             raise
@@ -275,7 +282,20 @@ class Round:
 
     def _absent(self) -> BootstrapError:
         missing, looked = self._missing()
+        if self.rank in missing and (why := self._unreadable()) is not None:
+            return why
         return absent(self.rank, self.size, missing, self.keys.where, self.refused(), looked=looked)
+
+    def _unreadable(self) -> BootstrapError | None:
+        """Return the error of keys that do not return what this rank has set: they know of no rank."""
+        try:
+            self.keys.fetch(self._key("arrival", self.rank), 0.0)
+        except TimeoutError as late:
+            return BootstrapError(
+                f"rank {self.rank} of {self.size}: {self.keys.where} does not return what this rank has set: "
+                f"{late}"
+            )
+        return None
 
     def _missing(self) -> tuple[list[int], int]:
         """Return the ranks that have not arrived, and how many it has looked for."""
@@ -337,6 +357,8 @@ class Round:
 
     def _verdict(self, failure: Failure) -> Failure:
         """Ask every rank to answer this rank's time-out; return the failure that all ranks raise."""
+        # Keys that cannot claim let two ranks ask at once.
+        self._put(self._key("here", self.rank), b"1")
         self._put(self.prefix + "failed", pack(failure._replace(asks=True)))
         until = time.monotonic() + ANSWER
         others = (other for other in range(self.size) if other != self.rank)

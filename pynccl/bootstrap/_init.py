@@ -67,10 +67,10 @@ def init(
     both the rendezvous may take 300 s, and later waits have no limit. The import of torch for torchrun's
     store does not count.
 
-    If a rank fails, every rank raises its error. BootstrapError names ranks that do not arrive in time, two
-    ranks with one device, and ranks with different libraries. Also raises RankFailedError if a rank dies,
-    NcclTimeoutError if the creation takes too long, LibraryNotFoundError without a library, another NcclError
-    if the creation fails, and TypeError or ValueError for wrong arguments.
+    If a rank fails, every rank raises its error. BootstrapError names ranks that do not arrive in time, also
+    in `ranks`, two ranks with one device, and ranks with different libraries. Also raises RankFailedError if
+    a rank dies, NcclTimeoutError if the creation takes too long, LibraryNotFoundError without a library,
+    another NcclError if the creation fails, and TypeError or ValueError for wrong arguments.
     """
     _require(rank, world_size, device, timeout)
     limit = resolve_timeout(timeout)

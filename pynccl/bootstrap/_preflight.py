@@ -56,20 +56,22 @@ class Failure(NamedTuple):
     """The reason why no communicator is created: a text, and the ranks that died or do not respond.
 
     With `asks`, the time-out of a rank: each rank has to answer, and the verdict follows. `late`: after a
-    time-out the ranks that were awaited, as far as they are known; None: the reason is no time-out.
+    time-out the ranks that were awaited, as far as they are known; None: the reason is no such time-out.
+    `missing`: the ranks that never arrived.
     """
 
     text: str
     dead: tuple[int, ...] = ()
     asks: bool = False
     late: tuple[int, ...] | None = None
+    missing: tuple[int, ...] = ()
 
     def error(self) -> NcclError:
         """Return the exception that every rank raises."""
         if self.dead:
             return RankFailedError(self.text, ranks=self.dead)
         if self.late is None:
-            return BootstrapError(self.text)
+            return BootstrapError(self.text, ranks=self.missing)
         return NcclTimeoutError(self.text, ranks=self.late)
 
 
@@ -113,13 +115,14 @@ def failure_of(rank: int, size: int, error: BaseException) -> Failure:
         text = f"rank {rank} of {size} reports: {error}"
     else:
         text = f"rank {rank} of {size} failed: {describe(error)}"
-    return Failure(text[:_LONGEST_TEXT], late=late)
+    missing = tuple(error.ranks) if isinstance(error, BootstrapError) else ()
+    return Failure(text[:_LONGEST_TEXT], late=late, missing=missing)
 
 
 def failure_of_rank_0(size: int, error: BaseException) -> Failure:
     """Return the failure that rank 0 answers in place of an id."""
     return (
-        Failure(str(error)[:_LONGEST_TEXT])
+        Failure(str(error)[:_LONGEST_TEXT], missing=tuple(error.ranks))
         if isinstance(error, BootstrapError)
         else failure_of(0, size, error)
     )
@@ -170,9 +173,13 @@ def unpack_failure(data: bytes) -> Failure:
 def _failure(said: Any) -> Failure | None:
     if said is None:
         return None
-    text, dead, asks, late = said
+    text, dead, asks, late, missing = said
     return Failure(
-        str(text), tuple(map(int, dead)), bool(asks), None if late is None else tuple(map(int, late))
+        str(text),
+        tuple(map(int, dead)),
+        bool(asks),
+        None if late is None else tuple(map(int, late)),
+        tuple(map(int, missing)),
     )
 
 
@@ -385,4 +392,4 @@ def absent(
     least = "at least " if looked is not None and looked < size else ""
     who = f"ranks that never arrived: {names} ({least}{len(missing)} of {size})"
     who = who if missing else "rank 0 is silent"
-    return BootstrapError(f"rank {rank} of {size} timed out at {where}; {who}{refused}")
+    return BootstrapError(f"rank {rank} of {size} timed out at {where}; {who}{refused}", ranks=missing)

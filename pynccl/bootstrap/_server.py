@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import re
@@ -18,6 +17,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn
 
 from pynccl._base.forks import accept, open_socket
+from pynccl._base.host import SHORTAGES
 from pynccl._base.timeouts import check_timeout
 from pynccl._base.values import check_int, check_text, shown
 from pynccl._secure import handshake
@@ -51,7 +51,6 @@ _EVICTIONS_PER_SECOND = 8192
 _ACCEPTS_AT_ONCE = 64
 _MOST_UNTRUSTED = 4096
 _NUMBER = re.compile(rb"-?[0-9]{1,20}")
-_FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _READ, _WRITE, _ENDED = 0x001, 0x004, 0x018  # EPOLLIN, EPOLLOUT, EPOLLERR and EPOLLHUP
 
 
@@ -267,7 +266,7 @@ class StoreServer:
             try:
                 sock = accept(self._listener)
             except OSError as error:
-                if error.errno in _FULL:
+                if error.errno in SHORTAGES:
                     self._make_room(error, now)
                 return
             sock.setblocking(False)

@@ -38,6 +38,10 @@ class Place(NamedTuple):
     job: str | None = None
 
 
+# What a rank fails to do that does not reach the store of rank 0.
+_MEETING = "did not meet rank 0"
+
+
 def left(deadline: float) -> float:
     """Return the seconds until a deadline, but more than 0."""
     return max(0.05, deadline - time.monotonic())
@@ -48,7 +52,7 @@ def connect(
     deadline: float,
     rank: int,
     size: int,
-    what: str = "did not meet rank 0",
+    what: str = _MEETING,
     *,
     kind: type[Store] = PromptStore,
 ) -> Store:
@@ -58,7 +62,9 @@ def connect(
     except StoreLost:
         raise
     except BootstrapError as error:
-        raise BootstrapError(f"rank {rank} of {size} {what}: {error}") from error
+        nobody_listens = isinstance(error.__cause__, ConnectionRefusedError | TimeoutError)
+        missing = [0] if what == _MEETING and rank and nobody_listens else []
+        raise BootstrapError(f"rank {rank} of {size} {what}: {error}", ranks=missing) from error
 
 
 @contextmanager
@@ -87,7 +93,7 @@ def _listen(kind: type[StoreServer], host: str, port: int, job: str | None, dead
     except OSError as error:
         why = ""
         if error.errno == errno.EADDRINUSE:
-            why = ": another rank 0, job or program listens there"
+            why = ": another rank 0, job or program listens there; choose another port on every rank"
         elif error.errno == errno.EADDRNOTAVAIL:
             why = f": {socket.gethostname()}, on which rank 0 runs, does not have this address"
         raise BootstrapError(f"rank 0 cannot listen at {format_address(host, port)}: {error}{why}") from error

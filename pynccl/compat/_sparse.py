@@ -137,10 +137,10 @@ def _require_op(op: str) -> None:
         raise ValueError(f"op is {shown(op)}; expected 'sum' or 'prod' for sparse matrices")
 
 
-def _require_list(matrices: Any, name: str, size: int) -> None:
+def _require_list(matrices: Any, size: int) -> None:
     if not isinstance(matrices, list | tuple) or len(matrices) != size:
         raise ValueError(
-            f"{name} is {_described(matrices)}; expected a list of {size} matrices, one for each rank"
+            f"in_array is {_described(matrices)}; expected a list of {size} matrices, one for each rank"
         )
 
 
@@ -187,7 +187,7 @@ def broadcast(comm: Communicator, in_out_array: Any, root: int, stream: Any) -> 
 def reduce_scatter(comm: Communicator, in_array: Any, out_array: Any, op: str, stream: Any) -> None:
     """Reduce matrix number i of all ranks on rank i."""
     _require_op(op)
-    _require_list(in_array, "in_array", comm.size)
+    _require_list(in_array, comm.size)
     found = exchange(comm, dict(enumerate(in_array)), range(comm.size), in_array[0], stream)
     with _on(stream, comm, _module(in_array[0])):
         _become(out_array, _fold(found, op))
@@ -212,14 +212,14 @@ def scatter(comm: Communicator, in_array: Any, out_array: Any, root: int, stream
     """Send the root's matrix number i to rank i."""
     outgoing = {}
     if comm.rank == root:
-        _require_list(in_array, "in_array", comm.size)
+        _require_list(in_array, comm.size)
         outgoing = dict(enumerate(in_array))
     _become(out_array, exchange(comm, outgoing, [root], out_array, stream)[root])
 
 
 def all_to_all(comm: Communicator, in_array: Any, out_array: list[Any], stream: Any) -> None:
     """Append matrix number i of all ranks to the list of rank i."""
-    _require_list(in_array, "in_array", comm.size)
+    _require_list(in_array, comm.size)
     ranks = range(comm.size)
     found = exchange(comm, dict(enumerate(in_array)), ranks, in_array[0], stream)
     out_array.extend(found[rank] for rank in ranks)

@@ -36,6 +36,24 @@ static void pynccl_take_calls(pynccl_watch* w, int from, pynccl_frame* f) {
   }
 }
 
+// Another rank's verdict, unless there is one here.
+static void pynccl_take_verdict(pynccl_watch* w, int from, const pynccl_frame* f) {
+  const pynccl_peer* p = &w->peers[from];
+  if (w->verdict.trouble || f->code == PYNCCL_RANKS_FAILED) return;
+  w->verdict.result = (int)f->number;
+  w->verdict.text[0] = 0;
+  // A report that is passed on names its first author.
+  w->verdict.reporter = f->words[0] && f->words[0] <= (uint64_t)w->size ? (int)f->words[0] : from + 1;
+  pynccl_say(w->verdict.text, sizeof w->verdict.text, "%s", p->report ? p->report : "");
+  w->verdict.place = f->words[1] <= strlen(w->verdict.text) ? (int)f->words[1] : 0;
+  w->verdict.relayed = f->words[2] != 0;
+  w->verdict.count = 0;
+  for (int r = 0; r < w->size && r < TROUBLE_RANKS; ++r)
+    if (f->text[r / 8] >> r % 8 & 1) pynccl_add_rank(&w->verdict, r);
+  pynccl_publish(
+      w, f->code == PYNCCL_MISMATCHED || f->code == PYNCCL_LIBRARY_FAILED ? (int)f->code : PYNCCL_TIMED_OUT);
+}
+
 static void pynccl_handle(pynccl_watch* w, int from, pynccl_frame* f) {
   pynccl_peer* p = &w->peers[from];
   // A rank that leaves only passes on what comes.
@@ -68,19 +86,7 @@ static void pynccl_handle(pynccl_watch* w, int from, pynccl_frame* f) {
       pynccl_say(p->report, PYNCCL_MOST_TEXT, "%s", f->text);
       break;
     case FRAME_TROUBLE:
-      if (w->verdict.trouble || f->code == PYNCCL_RANKS_FAILED) break;
-      w->verdict.result = (int)f->number;
-      w->verdict.text[0] = 0;
-      // A report that is passed on names its first author.
-      w->verdict.reporter = f->words[0] && f->words[0] <= (uint64_t)w->size ? (int)f->words[0] : from + 1;
-      pynccl_say(w->verdict.text, sizeof w->verdict.text, "%s", p->report ? p->report : "");
-      w->verdict.place = f->words[1] <= strlen(w->verdict.text) ? (int)f->words[1] : 0;
-      w->verdict.relayed = f->words[2] != 0;
-      w->verdict.count = 0;
-      for (int r = 0; r < w->size && r < TROUBLE_RANKS; ++r)
-        if (f->text[r / 8] >> r % 8 & 1) pynccl_add_rank(&w->verdict, r);
-      pynccl_publish(w, f->code == PYNCCL_MISMATCHED || f->code == PYNCCL_LIBRARY_FAILED ? (int)f->code
-                                                                                         : PYNCCL_TIMED_OUT);
+      pynccl_take_verdict(w, from, f);
       break;
     case FRAME_LAST:
       p->last_came = 1;
@@ -94,6 +100,7 @@ static void pynccl_handle(pynccl_watch* w, int from, pynccl_frame* f) {
       break;
     case FRAME_TELL:
     case FRAME_TOLD:
+    case FRAME_PROBE:
       pynccl_check_heard(w, from, f);
       break;
     default:

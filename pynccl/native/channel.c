@@ -260,8 +260,8 @@ void pynccl_beat(pynccl_watch* w) {
   const int64_t before = pynccl_now() - BEAT_NS / 2;
   const int idle = w->beaten == beat.news[0].calls;
   w->beaten = beat.news[0].calls;
-  for (int i = 0; i < w->beat_count; ++i) {
-    const int r = (w->rank + w->beats[i]) % w->size;
+  for (int step = 1; step < w->size; step *= 2) {
+    const int r = (w->rank + step) % w->size;
     const pynccl_line* line = w->peers[r].line;
     // A peer that does not read needs no second heartbeat, and one for all communicators of a line is enough.
     if (line && !line->wants_output && !(idle && line->sent_at > before)) pynccl_send_frame(w, r, &beat);
@@ -269,10 +269,8 @@ void pynccl_beat(pynccl_watch* w) {
 }
 
 int pynccl_hears_beats(const pynccl_watch* w, int rank) {
-  // Each step has its opposite.
-  for (int i = 0; i < w->beat_count; ++i)
-    if ((w->rank + w->beats[i]) % w->size == rank) return 1;
-  return 0;
+  const int step = (w->rank - rank + w->size) % w->size;
+  return step && !(step & (step - 1));
 }
 
 void pynccl_depart(pynccl_watch* w, int departure) {

@@ -27,8 +27,8 @@
 // - Such a frame can be lost only if the rank that has it is cut off: only ranks that have left are around
 // it, or around it and others. The receiver then sees ranks that have left or are hidden, and have no
 // neighbour among those that it can reach. Check mode compares messages only between neighbours from then on.
-// - Heartbeats go to those neighbours only that there are without a mesh. To learn whether others respond, a
-// rank asks all, at most once in QUESTION_NS; each passes the question on, if it has not just done so, and
+// - Heartbeats go to the ranks whose number is greater by 1, 2, 4 and so on. To learn whether others respond,
+// a rank asks all, at most once in QUESTION_NS; each passes the question on, if it has not just done so, and
 // tells its news.
 // - Sealing is between neighbours: a rank that passes a frame on seals it again, and every rank has the
 // secret.
@@ -110,6 +110,8 @@ struct pynccl_watch {
   struct pynccl_said* said;  // announced calls without a counterpart so far
   int said_count, said_capacity;
   uint64_t rounds;      // how many collectives were announced
+  uint32_t waits;       // for counterparts
+  int in_ring;          // this wait is one of a ring
   int telling;          // ranks are asked for their calls
   uint64_t told_about;  // in this round
   pynccl_frame* told;   // the answer of each rank; NULL: nobody has asked
@@ -120,8 +122,6 @@ struct pynccl_watch {
   int mesh;           // all ranks are neighbours
   int* steps;         // to the neighbours: the differences of their numbers
   int step_count;
-  int* beats;  // the same to those that get heartbeats: few, also in a mesh
-  int beat_count;
   uint64_t beaten;    // how many calls of this rank the last heartbeat told
   int departure;      // of this rank
   uint64_t sequence;  // of its last flooded frame

@@ -19,9 +19,10 @@ enum { PART_LAST = 1 };
 typedef struct pynccl_said {
   int peer;  // -1: a collective
   int answered;
-  int left;        // an interrupt has ended the wait; the others go on
-  int step;        // of a collective
-  uint64_t round;  // of a collective; 0: a message
+  int left;           // an interrupt has ended the wait; the others go on
+  int step;           // of a collective
+  uint64_t round;     // of a collective; 0: a message
+  int64_t missed_at;  // since when only ranks that have closed lack the counterpart; 0: others lack it, too
   pynccl_frame frame, answer;
 } pynccl_said;
 
@@ -157,9 +158,52 @@ static void pynccl_make_steps(pynccl_watch* w) {
   w->said_count = kept;
 }
 
+// The index of the peer's next announcement that can be the counterpart of a message; -1: none so far.
+static int pynccl_answer(const pynccl_peer* p, const pynccl_frame* said) {
+  for (int i = 0; i < p->inbox_count; ++i)
+    if (pynccl_is_message(&p->inbox[i]) &&
+        pynccl_side((int)p->inbox[i].words[0]) != pynccl_side((int)said->words[0]))
+      return i;
+  return -1;
+}
+
+// --- rings of waits for messages ---------------------------------------------------------------------------
+
+// The announcement of this rank, if it waits for one message alone.
+static const pynccl_said* pynccl_only_wait(const pynccl_watch* w) {
+  const pynccl_said* s = w->said;
+  if (w->said_count != 1 || s->round || s->answered) return NULL;
+  return pynccl_answer(&w->peers[s->peer], &s->frame) < 0 ? s : NULL;
+}
+
+static void pynccl_send_probe(pynccl_watch* w, int rank, uint64_t number) {
+  const pynccl_frame probe = {
+      .kind = FRAME_PROBE, .origin = (uint32_t)w->rank, .to = (uint32_t)rank, .number = number};
+  pynccl_forward(w, &probe);
+}
+
+static uint64_t pynccl_probe_number(const pynccl_watch* w) {
+  return (uint64_t)w->waits << 32 | (uint32_t)w->rank;
+}
+
+static void pynccl_take_probe(pynccl_watch* w, int from, uint64_t number) {
+  const pynccl_said* s = pynccl_only_wait(w);
+  int awaited = 0;
+  for (int i = 0; i < w->peers[from].inbox_count; ++i) awaited |= pynccl_is_message(&w->peers[from].inbox[i]);
+  if (!s || !awaited) return;
+  if ((uint32_t)number != (uint32_t)w->rank) {
+    pynccl_send_probe(w, s->peer, number);
+  } else if (number == pynccl_probe_number(w)) {
+    w->in_ring = 1;
+    pthread_cond_broadcast(&pynccl_watchdog.changed);
+  }
+}
+
 void pynccl_check_heard(pynccl_watch* w, int from, const pynccl_frame* frame) {
   if (frame->kind == FRAME_TELL) {
     pynccl_tell(w, frame->number);
+  } else if (frame->kind == FRAME_PROBE) {
+    pynccl_take_probe(w, from, frame->number);
   } else if (frame->kind == FRAME_TOLD) {
     pynccl_make_told(w);
     if (w->told && (!w->told[from].kind || frame->number == w->told_about)) w->told[from] = *frame;
@@ -225,15 +269,6 @@ int pynccl_check_say(pynccl_watch* w, const pynccl_call* calls, int count) {
 
 // --- the wait for counterparts -----------------------------------------------------------------------------
 
-// The index of the peer's next announcement that can be the counterpart of a message; -1: none so far.
-static int pynccl_answer(const pynccl_peer* p, const pynccl_frame* said) {
-  for (int i = 0; i < p->inbox_count; ++i)
-    if (pynccl_is_message(&p->inbox[i]) &&
-        pynccl_side((int)p->inbox[i].words[0]) != pynccl_side((int)said->words[0]))
-      return i;
-  return -1;
-}
-
 // Whether a rank waits for a message that this rank has not announced: one of a call before the round.
 static int pynccl_waits_for_this(const pynccl_watch* w, int rank, uint64_t round) {
   const pynccl_peer* p = &w->peers[rank];
@@ -254,7 +289,7 @@ static int pynccl_is_contradicted(const pynccl_watch* w, const pynccl_said* s) {
 
 // Match messages with counterparts. Returns this rank's first announcement that a peer contradicts, or NULL;
 // sets the first one without an answer.
-static const pynccl_said* pynccl_compare(pynccl_watch* w, const pynccl_said** open) {
+static const pynccl_said* pynccl_compare(pynccl_watch* w, pynccl_said** open) {
   *open = NULL;
   pynccl_find_ways(w);
   for (int i = 0; i < w->said_count; ++i) {
@@ -288,8 +323,13 @@ static int pynccl_collect(pynccl_watch* w, const pynccl_said* about, const pyncc
   return missing;
 }
 
-static void pynccl_write_table(const pynccl_watch* w, const pynccl_frame** table, char* text, size_t size) {
-  pynccl_say(text, size, "the ranks called different things:");
+static void pynccl_write_table(const pynccl_watch* w, const pynccl_frame** table, int ring, char* text,
+                               size_t size) {
+  pynccl_say(
+      text, size, "%s:",
+      ring ? "deadlock: the ranks wait for each other in a ring; sends and receives of one group, or of "
+             "send_recv, start together"
+           : "the ranks called different things");
   for (int r = 0, end; r < w->size; r = end) {
     char line[256] = "", next[256] = "";
     for (end = r; end < w->size; ++end) {
@@ -331,23 +371,50 @@ static void pynccl_say_who_lacks(const pynccl_watch* w, const pynccl_said* s, ch
   pynccl_say(text, size, count ? ": rank%s %s" : ": the rank%s%s", count == 1 ? "" : "s", who);
 }
 
-static void pynccl_check_timed_out(pynccl_watch* w, int64_t waited) {
+static void pynccl_publish_table(pynccl_watch* w, const pynccl_frame** table, int ring) {
+  w->verdict = (pynccl_verdict){.result = ncclInvalidUsage};
+  pynccl_write_table(w, table, ring, w->verdict.text, sizeof w->verdict.text);
+  pynccl_publish(w, PYNCCL_MISMATCHED);
+}
+
+// Where a chain of waits ends: from the peer of a message on, a rank may wait for a message of another one.
+// If it ends at this rank, the ranks form a ring.
+static int pynccl_end_of_chain(const pynccl_watch* w, const pynccl_said* s) {
+  int rank = s->peer;
+  for (int i = 0; i < w->size && rank != w->rank; ++i) {
+    const pynccl_frame* told = pynccl_told(w, rank);
+    // A rank in a group has told its last call, and may wait in another one.
+    if (!told || pynccl_side((int)told->words[0]) == SIDE_ALL || (uint32_t)told->words[5] > 1) break;
+    if (told->words[4] >= (uint64_t)w->size) break;
+    rank = (int)told->words[4];
+  }
+  return rank;
+}
+
+static void pynccl_check_timed_out(pynccl_watch* w, int64_t waited, const pynccl_frame** table) {
   char what[512] = "";
-  const pynccl_said* open;
+  pynccl_said* open;
   pynccl_compare(w, &open);
-  if (open && open->round) pynccl_ask_calls(w, open->round);
+  if (open) pynccl_ask_calls(w, open->round);
   pynccl_hear_all(w);
   if (pynccl_compare(w, &open) || !open || w->verdict.trouble || !w->listed) return;
+  const int late = open->round ? -1 : pynccl_end_of_chain(w, open);
+  if (late == w->rank) {
+    pynccl_collect(w, open, table);
+    pynccl_publish_table(w, table, 1);
+    return;
+  }
   pynccl_describe(&open->frame, what, sizeof what);
   pynccl_say_who_lacks(w, open, what, sizeof what);
   pynccl_say(what, sizeof what, " did not come within %g s", (double)waited / 1e9);
+  if (late >= 0 && late != open->peer) pynccl_say(what, sizeof what, "; it waits in turn for rank %d", late);
   pynccl_verdict v;
   pynccl_explain(w, what, NULL, 0, PYNCCL_HEARD, &v);
   // Numbers of calls say nothing here: a call counts only after the comparison.
   if (v.trouble == PYNCCL_TIMED_OUT) {
     v.count = 0;
     for (int r = 0; r < w->size; ++r)
-      if (pynccl_lacks(w, open, r)) pynccl_add_rank(&v, r);
+      if (late >= 0 ? r == late : pynccl_lacks(w, open, r)) pynccl_add_rank(&v, r);
   }
   pynccl_conclude(w, &v);
 }
@@ -361,6 +428,27 @@ static int pynccl_cannot_answer(const pynccl_watch* w, const pynccl_said* s, int
     if (now - p->gone_at > GRACE_NS) return 1;
   }
   return 0;
+}
+
+// Whether a rank has closed its communicator without the counterpart. Its last announcement may take another
+// way than the news of its end: meanwhile all other ranks respond, which pass it on. In a collective all of
+// them must have announced theirs: until then one may only be slow.
+static int pynccl_is_missed(pynccl_watch* w, pynccl_said* s, int64_t now) {
+  int closed = 0, others = 0;
+  for (int r = 0; r < w->size; ++r) {
+    others |= pynccl_takes_part(w, r) && pynccl_owes(w, r, w->question);
+    if (!pynccl_lacks(w, s, r)) continue;
+    const int has_closed = w->peers[r].departure == PYNCCL_CLOSES;
+    closed |= has_closed;
+    others |= !has_closed;
+  }
+  if (closed) pynccl_ask_all(w);
+  if (closed && s->round) pynccl_ask_calls(w, s->round);
+  if (!closed || others)
+    s->missed_at = 0;
+  else if (!s->missed_at)
+    s->missed_at = now;
+  return s->missed_at && now - s->missed_at > pynccl_silence(w);
 }
 
 // After a wait drop what was announced; `interrupted`: the steps of collectives go on.
@@ -377,10 +465,12 @@ static void pynccl_drop_said(pynccl_watch* w, int interrupted) {
 int pynccl_check_wait(pynccl_watch* w) {
   const pynccl_frame** table = calloc((size_t)w->size, sizeof(pynccl_frame*));
   const int64_t start = pynccl_now(), limit = w->timeout ? w->timeout : CHECK_SECONDS * 1000 * MS;
-  int64_t differed = 0, polled = start;
-  const pynccl_said* open;
+  int64_t differed = 0, polled = start, probed = start;
+  pynccl_said* open;
   int r = table ? 0 : PYNCCL_NO_MEMORY;
   pthread_mutex_lock(&pynccl_watchdog.lock);
+  ++w->waits;
+  w->in_ring = 0;
   while (!r) {
     const int64_t now = pynccl_now();
     if (w->verdict.trouble || !w->listed || w->departure) {
@@ -389,12 +479,11 @@ int pynccl_check_wait(pynccl_watch* w) {
     }
     const pynccl_said* about = pynccl_compare(w, &open);
     if (!about && !open) break;
+    if (!about && (w->in_ring || pynccl_is_missed(w, open, now))) about = open;
     if (about) pynccl_ask_calls(w, about->round);
     if (about && !differed) differed = now;
     if (about && (!pynccl_collect(w, about, table) || now - differed > TABLE_NS)) {
-      w->verdict = (pynccl_verdict){.result = ncclInvalidUsage};
-      pynccl_write_table(w, table, w->verdict.text, sizeof w->verdict.text);
-      pynccl_publish(w, PYNCCL_MISMATCHED);
+      pynccl_publish_table(w, table, w->in_ring);
       continue;
     }
     if (!about && pynccl_cannot_answer(w, open, now)) {
@@ -402,13 +491,17 @@ int pynccl_check_wait(pynccl_watch* w) {
       if (w->verdict.trouble) continue;
     }
     if (!about && now - start > limit) {
-      pynccl_check_timed_out(w, limit);
+      pynccl_check_timed_out(w, limit, table);
       continue;
     }
+    if (now - probed > pynccl_silence(w)) {
+      if (pynccl_only_wait(w)) pynccl_send_probe(w, open->peer, pynccl_probe_number(w));
+      probed = now;
+    }
     pynccl_ask_before(w, now - start, limit);
-    pynccl_await(now + 100 * MS);
+    pynccl_await(now + PYNCCL_SLICE_MS * MS);
     // Let Python handle signals.
-    if (pynccl_locate && pynccl_now() - polled > 100 * MS) {
+    if (pynccl_locate && pynccl_now() - polled > PYNCCL_SLICE_MS * MS) {
       pthread_mutex_unlock(&pynccl_watchdog.lock);
       if (pynccl_locate(NULL, 0)) r = PYNCCL_STOPPED;
       pthread_mutex_lock(&pynccl_watchdog.lock);

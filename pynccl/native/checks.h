@@ -7,9 +7,13 @@
 //
 // A send or recv is told to its peer, and the rank waits until the peer has told the other side.
 //
-// If two calls differ, or if two ranks wait for different calls, no rank issues its call. Who finds that asks
-// all, once, for what they have called, and every rank gets a table of the calls and their places in the
-// program.
+// If the wait for a message lasts, the rank sends a probe to its peer. A rank that waits for a message
+// itself, and has not told the sender of the probe the other side, passes it on to its own peer. A probe that
+// comes back has found a ring of ranks (the edge chasing of Chandy, Misra and Haas, 1983).
+//
+// If two calls differ, or if two ranks wait for different calls, or ranks in a ring, no rank issues its call.
+// Who finds that asks all, once, for what they have called, and every rank gets a table of the calls and
+// their places in the program.
 #pragma once
 
 #include "channel.h"

@@ -5,27 +5,27 @@
 
 #include "python.h"
 
-// --- prepared calls ----------------------------------------------------------------------------------------
-
-typedef struct {
-  PyObject_HEAD vectorcallfunc vectorcall;
-  pynccl_list* calls;
-  PyObject* value;  // what a call returns
-  PyObject* after;  // called with this object and any result but success
-} Call;
-
-// Pass a result to Python. If that raises, perhaps in a signal handler before the first line, report it.
-static int handle(Call* self, int result) {
-  PyObject *done = PyObject_CallFunction(self->after, "Oi", self, result), *type, *value, *trace;
+int pynccl_tell_python(PyObject* after, int result, PyObject* one, PyObject* two) {
+  const char* format = two ? "iOO" : "iO";
+  PyObject *done = PyObject_CallFunction(after, format, result, one, two), *type, *value, *trace;
   if (!done) {
     PyErr_Fetch(&type, &value, &trace);
-    Py_XDECREF(PyObject_CallFunction(self->after, "Oi", self, PYNCCL_INTERRUPTED));
+    Py_XDECREF(PyObject_CallFunction(after, format, PYNCCL_INTERRUPTED, one, two));
     PyErr_Restore(type, value, trace);
     return -1;
   }
   Py_DECREF(done);
   return 0;
 }
+
+// --- prepared calls ----------------------------------------------------------------------------------------
+
+typedef struct {
+  PyObject_HEAD vectorcallfunc vectorcall;
+  pynccl_list* calls;
+  PyObject* value;  // what a call returns
+  PyObject* after;  // called with any result but success and this object
+} Call;
 
 // A call with arguments, which Python handles.
 static PyObject* call_with(Call* self, PyObject* const* args, size_t flags, PyObject* names) {
@@ -53,7 +53,7 @@ static PyObject* call(PyObject* callable, PyObject* const* args, size_t flags, P
   }
   if (result == PYNCCL_RECORDED && recording) {
     if (pynccl_keep_object(recording, callable)) return NULL;
-  } else if (result && handle(self, result)) {
+  } else if (result && pynccl_tell_python(self->after, result, callable, NULL)) {
     return NULL;
   }
   return Py_NewRef(self->value);

@@ -19,7 +19,8 @@ enum {
   FRAME_CALL,  // what the sender is about to call
   FRAME_TELL,  // a question for the calls of all
   FRAME_TOLD,
-  FRAME_EARLY  // in the inbox: a FRAME_CALL before which another one is to come
+  FRAME_PROBE,  // its number says which rank began it, in which wait
+  FRAME_EARLY   // in the inbox: a FRAME_CALL before which another one is to come
 };
 
 #define TROUBLE_RANKS (8 * (PYNCCL_FRAME_TEXT - 1))

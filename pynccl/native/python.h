@@ -8,6 +8,10 @@
 #include "internal.h"
 #include "recording.h"
 
+#if PY_VERSION_HEX < 0x030D0000
+#define Py_IsFinalizing _Py_IsFinalizing
+#endif
+
 // CPython passes more arguments than these functions need.
 #pragma GCC diagnostic ignored "-Wunused-parameter"
 
@@ -45,6 +49,10 @@ static inline pynccl_list* pynccl_innermost(void) {
   pynccl_skip_dropped();
   return pynccl_recording;
 }
+
+// fastcall.c: pass a result, with the object or the two that it belongs to, to `after`. If that raises,
+// perhaps in a signal handler before its first line, report it; -1 with the exception.
+int pynccl_tell_python(PyObject* after, int result, PyObject* one, PyObject* two);
 
 static inline int pynccl_as_size(PyObject* value, size_t* out) {
   PyObject* index = PyLong_CheckExact(value) ? Py_NewRef(value) : PyNumber_Index(value);

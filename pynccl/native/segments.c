@@ -1,17 +1,17 @@
 #include "segments.h"
 
 #include <pthread.h>
-#include <unistd.h>
+#include <stdlib.h>
 
 #include "internal.h"
+#include "memory.h"
 
 #define EXPORTED __attribute__((visibility("default")))
 
 typedef struct {
   uintptr_t begin;
   size_t bytes;
-  uintptr_t context;  // 0: host memory of the CPU library
-  pid_t process;      // a forked child must not free its parent's memory
+  pynccl_memory* memory;
   int pins, freed;
 } Segment;
 
@@ -38,47 +38,22 @@ static Segment* find(uintptr_t begin) {
   return NULL;
 }
 
-static int take_unused(Segment* out) {
-  int found = 0;
+static pynccl_memory* take_unused(void) {
+  pynccl_memory* found = NULL;
   pthread_mutex_lock(&segments.lock);
   for (int i = 0; i < segments.count && !found; ++i) {
     const Segment* s = &segments.items[i];
-    found = s->freed && !s->pins && s->process == getpid();
-    if (found) {
-      *out = *s;
-      segments.items[i] = segments.items[--segments.count];
-    }
+    if (!s->freed || s->pins) continue;
+    found = s->memory;
+    segments.items[i] = segments.items[--segments.count];
   }
   pthread_mutex_unlock(&segments.lock);
   return found;
 }
 
-// ncclMemFree unmaps memory that kernels still use (NCCL's src/allocator.cc, ncclCuMemFree). The wait must
-// not end another thread's capture, so the thread relaxes its capture mode.
-static int complete(uintptr_t context) {
-  if (!context) return 1;
-  int mode = 2;
-  cuThreadExchangeStreamCaptureMode(&mode);
-  int done = 0;
-  if (!cuCtxPushCurrent_v2(context)) {
-    done = !cuCtxSynchronize();
-    uintptr_t popped;
-    cuCtxPopCurrent_v2(&popped);
-  }
-  cuThreadExchangeStreamCaptureMode(&mode);
-  return done;
-}
-
 static void free_unused(void) {
-  Segment segment;
-  while (take_unused(&segment)) {
-    if (!complete(segment.context)) {
-      // For example while the device captures a graph: the next call tries again.
-      add(segment);
-      return;
-    }
-    ncclMemFree(segment.begin);
-  }
+  pynccl_memory_free_unwanted();
+  for (pynccl_memory* memory; (memory = take_unused());) pynccl_memory_free(memory);
 }
 
 // torch's types: void*(ssize_t, int, cudaStream_t) and void(void*, size_t, int, cudaStream_t).
@@ -88,14 +63,13 @@ EXPORTED void pynccl_segment_free(void* begin, size_t bytes, int device, void* s
 void* pynccl_segment_allocate(ptrdiff_t bytes, int device, void* stream) {
   (void)device, (void)stream;  // torch has made the device current
   free_unused();
-  Segment segment = {.bytes = bytes > 0 ? (size_t)bytes : 0, .process = getpid()};
-  if (!segment.bytes || cuCtxGetCurrent(&segment.context)) segment.context = 0;
-  if (!segment.bytes || ncclMemAlloc(&segment.begin, segment.bytes)) return NULL;
-  if (!add(segment)) {
-    ncclMemFree(segment.begin);
-    return NULL;
-  }
-  return (void*)segment.begin;
+  uintptr_t begin;
+  if (bytes <= 0 || ncclMemAlloc(&begin, (size_t)bytes)) return NULL;
+  pynccl_memory* memory = pynccl_memory_at(begin, 1);
+  if (memory && add((Segment){.begin = begin, .bytes = (size_t)bytes, .memory = memory})) return (void*)begin;
+  free(memory);
+  ncclMemFree(begin);
+  return NULL;
 }
 
 void pynccl_segment_free(void* begin, size_t bytes, int device, void* stream) {

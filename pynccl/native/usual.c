@@ -98,19 +98,6 @@ static int usual_issue(const Usual* self, PyObject* send, PyObject* recv, PyObje
   return 1;
 }
 
-// Pass a result to Python; as a prepared call does.
-static int usual_after(const Usual* self, int result, PyObject* send, PyObject* recv) {
-  PyObject *done = PyObject_CallFunction(self->after, "iOO", result, send, recv), *type, *value, *trace;
-  if (!done) {
-    PyErr_Fetch(&type, &value, &trace);
-    Py_XDECREF(PyObject_CallFunction(self->after, "iOO", PYNCCL_INTERRUPTED, send, recv));
-    PyErr_Restore(type, value, trace);
-    return -1;
-  }
-  Py_DECREF(done);
-  return 0;
-}
-
 // (send, recv, op, stream, config, wait): returns the array with the result.
 static PyObject* usual_call(PyObject* callable, PyObject* const* args, size_t flags, PyObject* names) {
   const Usual* self = (Usual*)callable;
@@ -130,7 +117,7 @@ static PyObject* usual_call(PyObject* callable, PyObject* const* args, size_t fl
   if (result == PYNCCL_RECORDED && recording) {
     if (pynccl_keep_object(recording, send) || (recv != Py_None && pynccl_keep_object(recording, recv)))
       return NULL;
-  } else if (result && usual_after(self, result, send, recv)) {
+  } else if (result && pynccl_tell_python(self->after, result, send, recv)) {
     return NULL;
   }
   return Py_NewRef(recv == Py_None ? send : recv);

@@ -64,27 +64,9 @@ static void pynccl_conclude_library(pynccl_watch* w) {
   pynccl_publish(w, mismatch != pyncclCpuNoMismatch ? PYNCCL_MISMATCHED : PYNCCL_LIBRARY_FAILED);
 }
 
-static void pynccl_inspect(pynccl_watch* w, int64_t now) {
-  // A burst of frames is read without looks in between: for those the lock is released, and many may want it.
-  if (now - w->inspected < TICK_MS * MS) return;
-  w->inspected = now;
-  pynccl_find_gone(w);
-  pynccl_check_processes(w, now);
-  if (w->verdict.trouble || w->departure) return;
-  if (w->dying && now - w->dying > pynccl_grace(w)) pynccl_conclude_failed(w);
-  if (w->verdict.trouble) return;
-  if (w->handle && !w->library_error && (w->library_error = pynccl_ask(w))) w->library_at = now;
-  if (!w->listed || w->verdict.trouble) return;
-  if (w->library_error) pynccl_find_dead(w);
-  // A dead rank is the better explanation, and may be noticed later than the error.
-  if (w->dying) return;
-  if (w->library_error && now - w->library_at > pynccl_silence(w)) {
-    // The library reports no error if the communicator was revoked since.
-    w->library_error = w->handle ? pynccl_ask(w) : 0;
-    if (w->library_error && w->listed && !w->verdict.trouble) pynccl_conclude_library(w);
-    return;
-  }
-  if (!w->timeout) return;
+// Report calls that have taken longer than the time-out, once the other ranks had time to answer or to report
+// theirs.
+static void pynccl_check_timeout(pynccl_watch* w, int64_t now) {
   uintptr_t before;
   const int inside_context = w->context && w->marker_count && cuCtxPushCurrent_v2(w->context) == 0;
   pynccl_marker oldest;
@@ -117,6 +99,29 @@ static void pynccl_inspect(pynccl_watch* w, int64_t now) {
   pynccl_verdict v;
   pynccl_explain(w, what, NULL, 0, PYNCCL_HEARD, &v);
   pynccl_conclude(w, &v);
+}
+
+static void pynccl_inspect(pynccl_watch* w, int64_t now) {
+  // A burst of frames is read without looks in between: for those the lock is released, and many may want it.
+  if (now - w->inspected < TICK_MS * MS) return;
+  w->inspected = now;
+  pynccl_find_gone(w);
+  pynccl_check_processes(w, now);
+  if (w->verdict.trouble || w->departure) return;
+  if (w->dying && now - w->dying > pynccl_grace(w)) pynccl_conclude_failed(w);
+  if (w->verdict.trouble) return;
+  if (w->handle && !w->library_error && (w->library_error = pynccl_ask(w))) w->library_at = now;
+  if (!w->listed || w->verdict.trouble) return;
+  if (w->library_error) pynccl_find_dead(w);
+  // A dead rank is the better explanation, and may be noticed later than the error.
+  if (w->dying) return;
+  if (w->library_error && now - w->library_at > pynccl_silence(w)) {
+    // The library reports no error if the communicator was revoked since.
+    w->library_error = w->handle ? pynccl_ask(w) : 0;
+    if (w->library_error && w->listed && !w->verdict.trouble) pynccl_conclude_library(w);
+    return;
+  }
+  if (w->timeout) pynccl_check_timeout(w, now);
 }
 
 static __thread int pynccl_is_watchdog;
@@ -294,7 +299,7 @@ void pynccl_watch_unreserve(void) {
 
 static pynccl_watch* pynccl_watch_new(pynccl_comm* comm) {
   pynccl_watch* w = calloc(1, sizeof *w + (size_t)comm->size * sizeof(pynccl_peer));
-  if (w) w->steps = calloc(2 * (size_t)comm->size, sizeof *w->steps);
+  if (w) w->steps = calloc((size_t)comm->size, sizeof *w->steps);
   if (w && w->steps) w->ways = calloc(2 * (size_t)comm->size, sizeof *w->ways);
   if (w && w->ways) return w;
   if (w) free(w->steps);
@@ -351,8 +356,6 @@ int pynccl_watch_start(pynccl_comm* comm, const pynccl_connection* made, uint64_
   w->question = QUESTION_NS * ((w->size + PYNCCL_FAST_RANKS - 1) / PYNCCL_FAST_RANKS);
   w->mesh = w->size <= mesh;
   w->step_count = pynccl_watch_neighbours(w->size, mesh, w->steps);
-  w->beats = w->steps + w->size;
-  w->beat_count = pynccl_watch_neighbours(w->size, 0, w->beats);
   w->handle = comm->handle;
   w->last_kind = -1;
   w->stale = 1;

@@ -115,7 +115,7 @@ class Group(BaseGroup):
     ) -> None:
         """Copy the tensor of each rank to its place in the list."""
         mine, outputs = _only(tensor), _only(tensor_list)
-        self._require_like(outputs, mine, "tensor")
+        self._require_like(outputs, mine)
         for output, part in zip(outputs, self.communicator.all_gather(mine), strict=True):
             output[...] = part
 
@@ -128,7 +128,7 @@ class Group(BaseGroup):
         """Reduce the lists of all ranks; each rank gets the tensor at its place."""
         options = reducescatter_options or ReduceScatterOptions()
         output, inputs = _only(tensor), _only(tensor_list)
-        self._require_like(inputs, output, "tensor")
+        self._require_like(inputs, output)
         packed = kind_of(output).empty(output, (self.world_size, *shape_of(output)))
         for place, part in zip(packed, inputs, strict=True):
             place[...] = part
@@ -144,7 +144,7 @@ class Group(BaseGroup):
         _require_first(recv_options.src_gpu_index, "src_gpu_index")
         self.communicator.recv(_first(_only(tensor), recv_options.n_elements), recv_options.src_rank)
 
-    def _require_like(self, tensors: Sequence[Any], model: Any, name: str) -> None:
+    def _require_like(self, tensors: Sequence[Any], model: Any) -> None:
         """Raise unless these are one for each rank, of the model's type, shape and dtype."""
         if len(tensors) != self.world_size:
             raise ValueError(
@@ -155,7 +155,7 @@ class Group(BaseGroup):
             found = type(tensor), tuple(tensor.shape), tensor.dtype
             if found != wanted:
                 raise ValueError(
-                    f"tensor_list[{i}] is {_shown(*found)}; expected {_shown(*wanted)}, as {name} is"
+                    f"tensor_list[{i}] is {_shown(*found)}; expected {_shown(*wanted)}, as tensor is"
                 )
 
 

@@ -32,7 +32,7 @@ from engines import (
 from meeting import hear, state, tell
 from parameters import slow_except
 from processes import completed
-from pynccl import NcclError, NcclInvalidUsage, NcclRemoteError, testing
+from pynccl import NcclError, NcclInvalidUsage, NcclRemoteError, RankFailedError, testing
 from ranks import on_ranks
 
 
@@ -63,6 +63,19 @@ def test_collection_is_not_collective(rank: int, nranks: int) -> None:
     assert len(said) == 2
     it = f"<pynccl.Communicator rank {rank} of {nranks} on device {rank}>"
     assert f"{it}, made at {made}, was never destroyed or aborted" in said
+
+
+@on_ranks(2, timeout=50)
+def test_a_communicator_with_a_window_needs_no_collector(rank: int, nranks: int) -> None:
+    comm = pynccl.init(timeout=20)
+    window = comm.window(pynccl.empty(100, np.float32))
+    comm.barrier()
+    gc.disable()
+    try:
+        with pytest.warns(ResourceWarning, match="was never destroyed or aborted"):
+            del window, comm
+    finally:
+        gc.enable()
 
 
 # The ways to wait, each with a communicator of its own.
@@ -673,6 +686,45 @@ def test_an_error_counts_the_communicators_that_were_dropped() -> None:
     assert "Too many open files" in text
     dropped = re.search(r"(\d+) communicators were garbage-collected without destroy", text)
     assert dropped is not None and 5 < int(dropped[1]) < 31, text
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+@pytest.mark.parametrize("timeout", [None, 60])
+@pytest.mark.parametrize("call", ["all_reduce", "split", "recv"])
+@on_ranks(3)
+def test_a_dropped_communicator_is_noticed(rank: int, nranks: int, call: str, timeout: float | None) -> None:
+    """Its process goes on: what it has issued completes, and a wait for more ends soon."""
+    comm = pynccl.init(timeout=timeout)
+    x, stream = np.full(100_000, rank + 1.0), pynccl.Stream()
+    if rank == 0:
+        time.sleep(0.5)
+    comm.all_reduce(x, stream=stream)
+    if rank == 1:
+        del comm
+        gc.collect()
+        stream.synchronize()
+        assert (x == 6).all()
+        hear("failed 0")
+        hear("failed 2")
+        return
+    stream.synchronize()
+    assert (x == 6).all()
+    begin = time.monotonic()
+    with pytest.raises(NcclError) as caught:
+        {
+            "all_reduce": lambda: comm.all_reduce(x),
+            "split": lambda: comm.split(0),
+            "recv": lambda: comm.recv(x, 1),
+        }[call]()
+    assert time.monotonic() - begin < 30
+    text = str(caught.value)
+    if timeout is None:
+        assert "for rank 1, which has finalized, destroyed or dropped its communicator" in text
+    else:
+        assert isinstance(caught.value, RankFailedError) and caught.value.ranks == [1]
+        assert "rank 1 left without closing its communicator: its program ended, or dropped it" in text
+    tell(f"failed {rank}")
+    comm.abort()
 
 
 # Ctrl-C while the exit of rank 0 completes what it has issued on two communicators.

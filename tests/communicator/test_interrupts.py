@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import _thread
+import faulthandler
 import gc
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 
 import numpy as np
 import pytest
@@ -209,3 +212,69 @@ def ends_after_ctrl_c(rank: int, nranks: int, end: str) -> bool:
             descriptors.append(len(os.listdir("/proc/self/fd")))
         assert descriptors[0] == descriptors[2]
         return True
+
+
+def allocate_until_interrupted(start: Callable[[], object]) -> None:
+    start()
+    while True:
+        pynccl.empty(3000)
+
+
+def free_until_interrupted(start: Callable[[], object]) -> None:
+    start()
+    while True:
+        pynccl.empty(16 << 20, "uint8").fill(1)
+
+
+@on_ranks(1)
+def test_ctrl_c_while_memory_is_freed(rank: int, nranks: int) -> None:
+    """Most of them come inside `__del__`, where Python drops a KeyboardInterrupt."""
+    for seconds in np.random.default_rng(1).uniform(0.005, 0.025, 50):
+        caught = threading.Event()
+
+        def interrupt(seconds: float, caught: threading.Event) -> None:
+            time.sleep(seconds)
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            if not caught.wait(20):
+                faulthandler.dump_traceback()
+                os._exit(1)
+
+        sender = threading.Thread(target=interrupt, args=(seconds, caught))
+        with pytest.raises(KeyboardInterrupt):
+            free_until_interrupted(sender.start)
+        caught.set()
+        sender.join()
+
+
+@on_ranks(1)
+def test_ctrl_c_while_memory_is_allocated(rank: int, nranks: int) -> None:
+    """No descriptor or mapping of a memory is lost; a timer stands for the Ctrl-C."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGALRM, interrupt)
+    pynccl.empty(3000).fill(1)
+    before = len(os.listdir("/proc/self/fd"))
+    for seconds in np.random.default_rng(1).uniform(0.003, 0.004, 200):
+        with pytest.raises(KeyboardInterrupt):
+            allocate_until_interrupted(partial(signal.setitimer, signal.ITIMER_REAL, seconds))
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@on_ranks(1)
+def test_ctrl_c_at_the_first_line_of_a_finalizer(rank: int, nranks: int) -> None:
+    """Where no `try` of a decorator in Python would be reached."""
+
+    def interrupt(frame: object, event: str, argument: object) -> None:
+        if event == "call":
+            sys.setprofile(None)
+            signal.raise_signal(signal.SIGINT)
+
+    streams = [pynccl.Stream() for _ in range(20)]
+    while streams:
+        with pytest.raises(KeyboardInterrupt):  # noqa: PT012
+            sys.setprofile(interrupt)
+            streams.pop()
+            time.sleep(20)

@@ -103,7 +103,7 @@ def test_split_by_all_but_one(timeout: float | None) -> None:
     """The CPU library says so at once; with NCCL's own it is the time-out."""
     first, second, _ = testing.run(3, splits_without_one, timeout, backend="cpu", timeout=40)
     for text in (first, second):
-        assert "waits in ncclCommSplit for rank 2, which has finalized or destroyed" in text
+        assert "waits in ncclCommSplit for rank 2, which has finalized, destroyed or dropped" in text
 
 
 @on_ranks(4)
@@ -179,6 +179,10 @@ def test_grow_and_join(rank: int, nranks: int) -> None:
             uid = comm.get_unique_id() if rank == 0 else None
             if uid is not None:
                 assert isinstance(uid, UniqueId)
+                # A refused grow has not used it.
+                with pytest.raises(ValueError, match="nranks is 1"):
+                    comm.grow(1, comm.get_unique_id())
+                assert comm.get_unique_id() == uid
                 store.set("grown", bytes(uid))
             big = comm.grow(3, uid)
         else:
@@ -365,6 +369,22 @@ def test_a_call_that_no_other_rank_makes(method: str) -> None:
     assert kind == "KeyboardInterrupt"
     text = r"pynccl: <.*> has waited 0.5 s in ncclComm\w+ for rank 1; expected the same call on every rank\n"
     assert re.fullmatch(text, said)
+
+
+@on_ranks(2)
+def test_destroy_waits_for_a_late_rank(rank: int, nranks: int) -> None:
+    """It completes the calls of this rank, and says after a while that it waits."""
+    core.LONG = 0.5
+    comm = pynccl.init()
+    x, stream = np.ones(4), pynccl.Stream()
+    if rank == 1:
+        time.sleep(1.5)
+    comm.all_reduce(x, stream=stream)
+    with redirect_stderr(io.StringIO()) as said:
+        comm.destroy()
+    assert (x == 2).all()
+    text = r"pynccl: <.*> has waited 0.5 s in ncclCommDestroy for other ranks; expected the same call .*\n"
+    assert re.fullmatch(text if rank == 0 else "", said.getvalue())
 
 
 DEADLOCKS: list[tuple[Callable[..., object], Callable[..., object]]] = [

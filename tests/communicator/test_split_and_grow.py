@@ -126,13 +126,17 @@ def is_slow_in_split(rank: int, nranks: int, victim: int, number: int) -> Outcom
     return came
 
 
-@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("number", [0, 1, 2])
 def test_a_rank_is_slow_inside_split(number: int) -> None:
-    """All that share its child name it, numbered as in the parent, and so does the rank itself."""
+    """All that share its child name it, numbered as in the parent, and so does the rank itself.
+
+    In the last exchange it gets what the others have sent, and learns of their time-out from the parent.
+    """
     victim = 3
     results = run(6, is_slow_in_split, victim, number, backend="cpu", timeout=40)
     for rank, (kind, ranks, text, _) in enumerate(results):
-        if rank % 2 == victim % 2 or kind != "returned":
+        knows = rank % 2 == victim % 2 and (rank != victim or number < 2)
+        if knows or kind != "returned":
             assert (kind, ranks) == ("NcclTimeoutError", [victim]), results
             assert "ncclCommSplit took longer than 4 s on rank" in text
             assert f"; it waits for rank {victim}; all ranks respond" in text
@@ -327,6 +331,34 @@ def test_split_without_descriptors(timeout: float | None) -> None:
         for kind, ranks, text, seconds in others:
             assert kind in ("NcclSystemError", "NcclRemoteError") and "rank 1" in text
             assert not ranks and seconds < 10
+
+
+def splits_short_of_memory(rank: int, nranks: int, spare: int, sound: bool) -> list[Outcome]:
+    comm = pynccl.init(timeout=15)
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    together(nranks)
+    if rank == 1:
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + spare, limits[1]))
+    first = outcome(lambda: comm.split(0))
+    resource.setrlimit(resource.RLIMIT_AS, limits)
+    if sound:
+        assert total(comm) == 3
+    # An error of its own, which is not that of the split.
+    return [first, outcome(lambda: comm.all_reduce(np.ones(4 if rank == 1 else 8)))]
+
+
+# Less than the stack of a thread; enough for one, and too little for the shared memory.
+@pytest.mark.parametrize("spare", [0, pytest.param(10 << 20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("sound", [False, True])
+def test_split_without_memory(spare: int, sound: bool) -> None:
+    """Every rank is told at once, by whom; the communicator itself goes on, until the ranks disagree."""
+    zero, one, two = run(3, splits_short_of_memory, spare, sound, backend="cpu", timeout=50)
+    assert one[0][0] == "NcclSystemError" and "memory" in one[0][2]
+    for (kind, _, text, seconds), _ in (zero, two):
+        assert kind in ("NcclSystemError", "NcclRemoteError") and "rank 1" in text and seconds < 10
+    for _, (kind, _, text, _) in (zero, one, two):
+        assert kind == "CollectiveMismatchError" and "rank 1 called AllReduce(count 4" in text
 
 
 def split_ends_a_with(rank: int, nranks: int) -> list[Outcome]:

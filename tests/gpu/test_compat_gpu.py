@@ -6,7 +6,6 @@ is one device only, two ranks share it, each with an NCCL_HOSTID of its own (see
 
 from __future__ import annotations
 
-import os
 import time
 from pathlib import Path
 from typing import Any
@@ -15,21 +14,13 @@ import numpy as np
 import pytest
 
 import pynccl
+from gpu_ranks import take_device
 from meeting import free_port, publish
 from pynccl import testing
 from pynccl.compat import cupy as nccl
 from pynccl.compat import cupyx
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(180)]
-
-
-def take_device(rank: int, nranks: int) -> None:
-    import cupy
-
-    count = cupy.cuda.runtime.getDeviceCount()
-    if count < nranks:
-        os.environ.update(NCCL_HOSTID=f"rank {rank}", NCCL_MULTI_RANK_GPU_ENABLE="1")
-    cupy.cuda.Device(rank % count).use()
 
 
 def meet(rank: int, nranks: int, port: int) -> cupyx.NCCLBackend:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from gpu_ranks import shared
 from meeting import hear, tell, together, until
 from ranks import on_ranks
 
@@ -30,10 +31,7 @@ LIMIT = timedelta(seconds=60)
 def device_of(rank: int, size: int) -> torch.device:
     """Return a rank's device, which is then the current one; before NCCL is loaded."""
     assert torch.cuda.is_available(), "this torch has no CUDA; expected the build that brings its libraries"
-    count = torch.cuda.device_count()
-    if count < size:
-        os.environ.update(NCCL_HOSTID=f"rank {rank}", NCCL_MULTI_RANK_GPU_ENABLE="1")
-    device = torch.device("cuda", rank % count)
+    device = torch.device("cuda", shared(rank, size, torch.cuda.device_count()))
     torch.cuda.set_device(device)
     return device
 

@@ -8,11 +8,21 @@ import pynccl
 from pynccl import Communicator
 
 
-def meet(rank: int, nranks: int) -> Communicator:
-    import cupy
-
-    count = cupy.cuda.runtime.getDeviceCount()
+def shared(rank: int, nranks: int, count: int) -> int:
+    """Return a rank's device of `count`, which ranks share if necessary; before NCCL is loaded."""
     if count < nranks:
         os.environ.update(NCCL_HOSTID=f"rank {rank}", NCCL_MULTI_RANK_GPU_ENABLE="1")
-    cupy.cuda.Device(rank % count).use()
-    return pynccl.init(device=rank % count, timeout=120)
+    return rank % count
+
+
+def take_device(rank: int, nranks: int) -> int:
+    """Return a rank's device, which is then CuPy's current one."""
+    import cupy
+
+    device = shared(rank, nranks, cupy.cuda.runtime.getDeviceCount())
+    cupy.cuda.Device(device).use()
+    return device
+
+
+def meet(rank: int, nranks: int) -> Communicator:
+    return pynccl.init(device=take_device(rank, nranks), timeout=120)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import signal
 import socket
 import sys
@@ -18,7 +19,7 @@ import pynccl
 from init_methods import Plain, meet
 from launchers import forget_the_launcher, logged
 from meeting import free_port, hear, tell, together, until
-from pynccl import BootstrapError, testing
+from pynccl import BootstrapError, RankFailedError, testing
 from pynccl.bootstrap import Store
 from pynccl.bootstrap._keys import FolderKeys
 from ranks import on_ranks
@@ -344,6 +345,61 @@ class Broken:
 def test_objects_that_are_broken(value: object, words: str) -> None:
     with pytest.raises(BootstrapError, match=words):
         pynccl.init(Broken(value), rank=0, world_size=2, timeout=1)
+
+
+class Unreadable:
+    """An object whose get raises, or sleeps first."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def get(self, _: str) -> bytes:
+        time.sleep(self.seconds)
+        raise OSError("the disk cannot be read")
+
+    def set(self, _: str, __: bytes) -> None:
+        pass
+
+
+def cannot_read(_: int, __: int, seconds: float) -> tuple[str, list[int], float]:
+    start = time.monotonic()
+    with pytest.raises(BootstrapError) as caught:
+        pynccl.init(Unreadable(seconds), rank=1, world_size=3, timeout=1)
+    return str(caught.value), caught.value.ranks, time.monotonic() - start
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        (0.0, "the given Unreadable does not return what this rank has set: .* the disk cannot be read"),
+        (3.0, "rank 1 of 3 arrived .* s after its time-out: calls of the given Unreadable took 3"),
+    ],
+)
+def test_an_object_that_cannot_be_read(seconds: float, words: str) -> None:
+    """No other rank is blamed, and after the time-out nothing slow is called again."""
+    ((text, ranks, took),) = testing.run(1, cannot_read, seconds, backend="cpu")
+    assert re.search(words, text), text
+    assert not ranks and took < 5.5
+
+
+class Forgetful(Plain):
+    """An object that returns nothing to this rank."""
+
+    def get(self, name: str) -> bytes:
+        raise KeyError(name)
+
+
+def reads_nothing(rank: int, _: int, folder: str) -> list[int]:
+    store = (Forgetful if rank == 1 else Plain)(folder, "raises")
+    with pytest.raises(BootstrapError if rank == 1 else RankFailedError) as caught:
+        pynccl.init(store, rank=rank, world_size=3, timeout=3)
+    return caught.value.ranks
+
+
+@pytest.mark.slow
+def test_an_object_that_one_rank_cannot_read(tmp_path: Path) -> None:
+    """The two others time out at once: each answers while it asks who responds."""
+    assert testing.run(3, reads_nothing, str(tmp_path), backend="cpu") == [[1], [], [1]]
 
 
 @on_ranks(2)

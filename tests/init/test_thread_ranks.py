@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import pynccl
-from meeting import free_port
+from meeting import free_port, together
 from pynccl import testing
 
 
@@ -235,6 +235,24 @@ def test_a_crash_shows_the_stack() -> None:
 def test_init_in_a_thread_that_is_no_rank() -> None:
     (text,) = set(testing.run(2, init_in_a_helper, backend="cpu", threads=2))
     assert "WORLD_SIZE is '2', but RANK is not set" in text
+
+
+def come_late(rank: int, nranks: int, late: int) -> tuple[str, list[int]]:
+    together(nranks)
+    if rank == late:
+        time.sleep(3.5)
+    with pytest.raises(pynccl.BootstrapError) as caught:
+        pynccl.init(timeout=2)
+    return str(caught.value), caught.value.ranks
+
+
+@pytest.mark.parametrize("threads", [1, 2, 4])
+@pytest.mark.parametrize("late", [1, 3])
+def test_a_thread_comes_after_the_others_have_given_up(threads: int, late: int) -> None:
+    """It raises their error, which names it."""
+    for text, ranks in testing.run(4, come_late, late, backend="cpu", threads=threads):
+        assert text.endswith(f"ranks that never arrived: {late} (1 of 4)")
+        assert ranks == [late]
 
 
 def test_an_error_of_many_ranks_shows_some_tracebacks() -> None:

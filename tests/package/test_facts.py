@@ -9,6 +9,7 @@ import pytest
 
 from conftest import ROOT
 from pynccl import capi
+from pynccl._run import launch
 
 PACKAGE = ROOT / "pynccl"
 # A text, and the file that has it.
@@ -105,3 +106,8 @@ def test_the_oldest_nccl_is_the_same_everywhere() -> None:
     found = {name: re.findall(pattern, texts[name], re.M) for name, pattern in patterns.items()}
     assert len({tuple(versions) for versions in found.values()}) == 1, found
     assert all(found.values())
+
+
+def test_a_host_has_as_many_ranks_for_the_launcher_as_for_the_library() -> None:
+    wire = (PACKAGE / "cpu/service/wire.hpp").read_text(encoding="utf-8")
+    assert re.findall(r"kMostLocalRanks = (\d+);", wire) == [str(launch.MOST_RANKS)]

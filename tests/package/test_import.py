@@ -123,7 +123,7 @@ def test_pypis_pynccl_elsewhere(copy: Path, tmp_path: Path, run_python: Run) -> 
     put_other(tmp_path / "other")
     path = f"{copy}:{tmp_path / 'other'}"
     done = run_python(args=["-m", "pynccl", "info"], PYTHONPATH=path, PYNCCL_LIBRARY="cpu")
-    assert "another package named pynccl is installed, too, 0.1.2: pip uninstall pynccl" in done.stdout
+    assert "another package named pynccl is installed: version 0.1.2: pip uninstall pynccl" in done.stdout
 
 
 @pytest.mark.parametrize("module", ["__main__", "testing", "capi"])

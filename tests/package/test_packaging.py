@@ -14,7 +14,7 @@ import pytest
 import pynccl
 from conftest import ROOT, Run, clean_environment
 from launchers import PYNCCL_RUN
-from processes import completed
+from processes import completed, refusing_compiler
 
 PACKAGE = ROOT / "pynccl"
 
@@ -99,10 +99,7 @@ def test_the_wheel_installed_elsewhere(wheel: Path, tmp_path: Path, run_python: 
 
 @pytest.mark.parametrize("errors", [False, True])
 def test_warnings_are_errors_only_for_developers(errors: bool, tmp_path: Path) -> None:
-    said = tmp_path / "arguments"
-    compiler = tmp_path / "compiler"
-    compiler.write_text(f'#!/bin/sh\necho "$@" >> {said}\nexit 1\n')
-    compiler.chmod(0o755)
+    compiler, said = refusing_compiler(tmp_path)
     env = {name: value for name, value in clean_environment().items() if name != "PYNCCL_WERROR"}
     env |= {"CC": str(compiler), "CXX": str(compiler)} | ({"PYNCCL_WERROR": "1"} if errors else {})
     command = [sys.executable, "setup.py", "build_ext", f"--build-lib={tmp_path}", f"--build-temp={tmp_path}"]

@@ -257,7 +257,7 @@ def test_the_other_package(tmp_path: Path) -> None:
     (tmp_path / "pynccl-0.1.2.dist-info").mkdir()
     (tmp_path / "pynccl-0.1.2.dist-info" / "METADATA").write_text("Name: pynccl\nVersion: 0.1.2\n")
     found = doctor("--only", "libraries", PYTHONPATH=str(tmp_path))
-    assert only(found, "package", "error")["text"].endswith("too, 0.1.2")
+    assert only(found, "package", "error")["text"].endswith("version 0.1.2")
 
 
 # --- devices ------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from conftest import Run, Script, clean_environment
 from launchers import PYNCCL_RUN
 from meeting import free_port, until
-from processes import completed
+from processes import completed, refusing_compiler
 from pynccl import testing
 from relays import relay
 from torch_ranks import at_store, start
@@ -627,10 +627,7 @@ def test_building_ahead(tmp_path: Path, compiler: str) -> None:
 
 
 def test_warnings_are_no_errors(tmp_path: Path) -> None:
-    said = tmp_path / "arguments"
-    compiler = tmp_path / "compiler"
-    compiler.write_text(f'#!/bin/sh\necho "$@" >> {said}\nexit 1\n')
-    compiler.chmod(0o755)
+    compiler, said = refusing_compiler(tmp_path)
     done = build("build", PYNCCL_CACHE=str(tmp_path / "cache"), CXX=str(compiler))
     assert done.returncode == 1
     assert "-Wall" in said.read_text() and "-Werror" not in said.read_text()

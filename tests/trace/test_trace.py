@@ -160,7 +160,10 @@ CASES: list[tuple[Callable[..., None], list[str]]] = [
     ),
     (
         programs.killed,
-        ["ranks 0 and 2 wait in all_reduce #4 (float32, 4); rank 1 died after #3: it left no file"],
+        [
+            "ranks 0 and 2 wait in all_reduce #4 (float32, 4); "
+            "rank 1 died or was stopped after #3: it left no file"
+        ],
     ),
     (
         programs.raises,
@@ -378,16 +381,16 @@ def test_both_ranks_send_first(tmp_path: Path) -> None:
         write(tmp_path, rank, 2, [reduce(1), pair("send", 1 - rank, 3, **PENDING)])
     assert explained(told(tmp_path)) == [
         "rank 0 waits in send #3 to rank 1 (float32, 4); rank 1 never received it: "
-        "it waits in send #3 to rank 0 (float32, 4)",
+        "it waits in send #3 to rank 0 (float32, 4) instead",
         "rank 1 waits in send #3 to rank 0 (float32, 4); rank 0 never received it: "
-        "it waits in send #3 to rank 1 (float32, 4)",
+        "it waits in send #3 to rank 1 (float32, 4) instead",
     ]
 
 
 def test_the_peer_is_dead(tmp_path: Path) -> None:
     write(tmp_path, 0, 2, [reduce(1), pair("recv", 1, 1, **PENDING)])
     assert explained(told(tmp_path)) == [
-        "rank 1 died after #1: it left no file",
+        "rank 1 died or was stopped after #1: it left no file",
         "rank 0 waits in recv #1 from rank 1 (float32, 4), which left no file",
     ]
 
@@ -545,7 +548,7 @@ def test_a_huge_size_is_no_work(tmp_path: Path) -> None:
     size = (1 << 31) - 1
     write(tmp_path, 7, size, [reduce(1, **PENDING), pair("send", 1 << 30, 1, **PENDING)], reasons=[])
     text = told(tmp_path)
-    assert f"ranks 0-6 and 8-{size - 1} died: they left no files" in text
+    assert f"ranks 0-6 and 8-{size - 1} died or were stopped: they left no files" in text
     assert f"rank 7 waits in send #1 to rank {1 << 30} (float32, 4), which left no file" in text
 
 
@@ -558,7 +561,7 @@ def test_many_ranks(tmp_path: Path) -> None:
         peers = [pair("send", peer, 1) for peer in range(rank % 7, 300, 40)]
         write(tmp_path, rank, 100_000, [*calls, *peers, *grouped])
     text = told(tmp_path)
-    assert "ranks 300-99999 died after #29: they left no files" in text
+    assert "ranks 300-99999 died or were stopped after #29: they left no files" in text
 
 
 def test_nothing_that_a_terminal_obeys(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -16,6 +17,7 @@ import pytest
 
 import pynccl
 from meeting import hear, interrupted_soon, tell, together
+from parameters import slow_except
 from processes import completed
 from pynccl import CollectiveMismatchError, Communicator, NcclError, NcclTimeoutError, Plan, capi
 from pynccl._library.binding import lib
@@ -358,9 +360,8 @@ def test_a_call_that_waits_in_check_mode_is_in_the_trace(tmp_path: Path) -> None
 def crosses(rank: int, nranks: int, how: str) -> str:
     """No two ranks contradict each other, and yet nobody can go on."""
     together(nranks)
-    comm = pynccl.init(timeout=3)
+    comm = pynccl.init(timeout=None if how == "a ring of sends" else 3)
     other = comm.split(0)
-    assert other is not None
     x, right, left = np.ones(4, np.float32), (rank + 1) % nranks, (rank - 1) % nranks
 
     def cross() -> None:
@@ -373,21 +374,128 @@ def crosses(rank: int, nranks: int, how: str) -> str:
 
     with pytest.raises(NcclError) as caught:
         cross()
+    tell(f"told {rank}")
+    if how == "a ring of sends":
+        # A rank that aborts first may not hear what the others called.
+        for one in range(nranks):
+            hear(f"told {one}")
     other.abort()
     comm.abort()
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["two communicators", "a ring of sends"])
-def test_nobody_can_go_on(how: str) -> None:
-    what = {"two communicators": r"all_reduce\(float32, 4, sum\)", "a ring of sends": r"send\(float32, 4\)"}
-    texts = run(3, crosses, how, backend="cpu", env=CHECK, timeout=30)
+def test_nobody_can_go_on() -> None:
+    texts = run(3, crosses, "two communicators", backend="cpu", env=CHECK, timeout=30)
+    call = r"all_reduce\(float32, 4, sum\)"
     assert any(
-        re.search(rf"^NcclTimeoutError: .*{what[how]}.* {AT}: ranks? [-\d]+ did not come within 3 s", text)
+        re.search(rf"^NcclTimeoutError: .*{call}.* {AT}: ranks? [-\d]+ did not come within 3 s", text)
         for text in texts
     ), texts
     assert all(text.startswith(("NcclTimeoutError", "RankFailedError")) for text in texts)
+
+
+@pytest.mark.parametrize("nranks", slow_except([3], [3, 6]))
+def test_a_ring_of_sends(nranks: int) -> None:
+    """Every rank gets the calls of all without a time-out, and no rank is called late."""
+    for text in run(nranks, crosses, "a ring of sends", backend="cpu", env=CHECK, timeout=30):
+        head = (
+            r"CollectiveMismatchError: (rank \d+ reports: )?deadlock: the ranks wait for each other in a ring"
+        )
+        assert re.match(head, text), text
+        for rank in range(nranks):
+            assert f"rank {rank}: send(float32, 4) to rank {(rank + 1) % nranks}" in text
+
+
+def passes_on(rank: int, nranks: int) -> float:
+    """All but one wait for another one, and that one takes its time."""
+    with pynccl.init() as comm:
+        x = np.zeros(1)
+        if rank:
+            comm.recv(x, rank - 1)
+        time.sleep(1.5)
+        comm.send(x + 1, (rank + 1) % nranks)
+        if not rank:
+            comm.recv(x, nranks - 1)
+        return float(x[0])
+
+
+@pytest.mark.slow
+def test_a_chain_of_waits_is_no_ring() -> None:
+    assert run(3, passes_on, backend="cpu", env=CHECK, timeout=30) == [3, 1, 2]
+
+
+def waits_in_turn(rank: int, nranks: int) -> tuple[str, list[int]]:
+    comm = pynccl.init(timeout=2)
+    comm.barrier()
+    if rank == 2:
+        for other in range(2):
+            hear(f"told {other}")
+    with pytest.raises(NcclTimeoutError) as caught:
+        comm.recv(np.ones(3), rank + 1) if rank < 2 else comm.barrier()
+    tell(f"told {rank}")
+    comm.abort()
+    return str(caught.value), caught.value.ranks
+
+
+def test_a_rank_that_another_one_waits_for() -> None:
+    """Ranks 0 and 1 wait in a row, which is no mismatch: rank 2 is late."""
+    for text, ranks in run(3, waits_in_turn, backend="cpu", env=CHECK, timeout=30):
+        assert ranks == [2], text
+
+
+def closes_behind_a_relay(rank: int, nranks: int) -> float:
+    """Rank 1 is stopped, through which rank 0 announces its send to rank 3."""
+    comm = pynccl.init(timeout=20)
+    comm.barrier()
+    x = np.full(3, rank + 1.0)
+    together(nranks)
+    if rank == 1:
+        tell("stops")
+        subprocess.Popen(["sh", "-c", f"sleep 4; kill -CONT {os.getpid()}"])
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif rank in (0, 3):
+        hear("stops")
+        time.sleep(0.3)
+        comm.send(x, 3) if rank == 0 else comm.recv(x, 0)
+        if rank == 0:
+            comm.destroy()
+            return 1.0
+    hear("received") if rank != 3 else tell("received")
+    comm.abort()
+    return float(x[0])
+
+
+@pytest.mark.slow
+def test_a_rank_has_closed_behind_one_that_is_stopped() -> None:
+    """What it announced comes when the other one goes on."""
+    results = run(9, closes_behind_a_relay, backend="cpu", env=CHECK | {"PYNCCL_MESH_RANKS": "2"}, timeout=50)
+    assert results[3] == 1
+
+
+def closed_before(rank: int, nranks: int, message: bool) -> tuple[str, float] | None:
+    comm = pynccl.init()
+    comm.barrier()
+    if rank == 1:
+        comm.destroy()
+        return None
+    start = time.monotonic()
+    with pytest.raises(CollectiveMismatchError) as caught:
+        comm.recv(np.ones(3), 1) if message and rank == 0 else comm.all_reduce(np.ones(3))
+    took = time.monotonic() - start
+    tell(f"told {rank}")
+    hear(f"told {2 - rank}")
+    comm.abort()
+    return str(caught.value), took
+
+
+@pytest.mark.parametrize("message", [False, True])
+def test_a_rank_has_closed_its_communicator(message: bool) -> None:
+    """The others need no time-out to hear of it."""
+    zero, _, two = run(3, closed_before, message, backend="cpu", env=CHECK, timeout=40)
+    for text, took in (zero, two):
+        assert "rank 1: nothing: it has closed its communicator" in text, text
+        assert took < 20
 
 
 def raw_groups(rank: int, nranks: int) -> bool:

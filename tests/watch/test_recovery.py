@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 import pynccl
+from cutting import who
 from meeting import failure, hear, leave_descriptors, publish, tell, together, until
 from null_library import forwarding
 from processes import completed
@@ -51,6 +52,15 @@ Age = Callable[[str], str]
 def library(compile_library: Callable[..., str]) -> Age:
     """Return a library as old as that, over the CPU library."""
     return lambda age: compile_library(forwarding(f"{age}.3"), "libnccl.so.2", "-ldl") if AGES[age] else "cpu"
+
+
+def left_without(comm: pynccl.Communicator, failed: list[int], rank: int) -> list[int]:
+    """Shrink; return the first numbers of the ranks that are left."""
+    small = comm.shrink(exclude=failed, abort=True)
+    assert total(small) == small.size
+    left = who(small, rank)
+    small.destroy()
+    return left
 
 
 def one_after_another(rank: int, nranks: int, victims: list[int], lacks: list[str]) -> list[Any]:
@@ -168,11 +178,7 @@ def in_the_middle(rank: int, nranks: int, second: int, where: str) -> list[int]:
     if rank == second:
         for name in (SHRINK, "ncclCommInitRankConfig") if where == "creation" else ("pyncclCpuExchange",):
             setattr(capi, name, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
-    small = comm.shrink(exclude=error.ranks, abort=True)
-    assert total(small) == small.size
-    left = small.all_gather(np.array([rank])).ravel().tolist()
-    small.destroy()
-    return left
+    return left_without(comm, error.ranks, rank)
 
 
 @pytest.mark.parametrize("where", ["creation", "the channel"])
@@ -451,6 +457,39 @@ def test_abort_inside_a_shrink(ends: bool) -> None:
     run(3, aborts_meanwhile, ends, backend="cpu", timeout=50)
 
 
+def comes_late(rank: int, nranks: int, at: dict[int, float]) -> list[tuple[str, list[int]]]:
+    """Shrink without rank 0 until that succeeds; some ranks come later, and the time-out is 3 s."""
+    meeting, comm = pynccl.init(timeout=60), pynccl.init(timeout=3)
+    meeting.barrier()
+    came: list[tuple[str, list[int]]] = []
+    exclude = {0}
+    time.sleep(at.get(rank, 0))
+    while rank not in exclude:
+        try:
+            small = comm.shrink(sorted(exclude), abort=True)
+            came.append(("shrunk", [int(total(small))]))
+            break
+        except RankFailedError as error:
+            came.append(("failed", error.ranks))
+            exclude.update(error.ranks)
+    meeting.barrier()
+    return came
+
+
+@pytest.mark.parametrize("seconds", [0.01, 0.03, 0.1])
+@pytest.mark.parametrize("absent", [False, True])
+def test_a_rank_that_comes_at_the_time_out_of_a_shrink(absent: bool, seconds: float) -> None:
+    """No rank that was in time is named, and all of these go on together, with the late one or without it."""
+    at = {2: 3 - seconds} | ({3: 4.0} if absent else {})
+    results = run(6, comes_late, at, backend="cpu", timeout=60)
+    in_time = [results[rank] for rank in range(1, 6) if rank not in at]
+    assert {rank for came in in_time for how, ranks in came[:-1] for rank in ranks} <= {0, *at}, results
+    assert all(came[-1] == in_time[0][-1] for came in in_time), results
+    assert in_time[0][-1] in (("shrunk", [len(in_time)]), ("shrunk", [len(in_time) + 1])), results
+    if in_time[0][-1] == ("shrunk", [len(in_time) + 1]):
+        assert results[2][-1] == in_time[0][-1], results
+
+
 def closes_meanwhile(rank: int, nranks: int, how: str) -> str:
     comm = pynccl.init(timeout=15)
     comm.barrier()
@@ -493,11 +532,7 @@ def dies_while_all_are_well(rank: int, nranks: int, where: str) -> list[int]:
     assert error.ranks == [1]
     # Before the time-out.
     assert time.monotonic() - start < 15
-    small = comm.shrink(exclude=error.ranks, abort=True)
-    assert total(small) == small.size
-    left = small.all_gather(np.array([rank])).ravel().tolist()
-    small.destroy()
-    return left
+    return left_without(comm, error.ranks, rank)
 
 
 @pytest.mark.parametrize("where", ["before", "begun", "creation", "the channel"])

@@ -490,7 +490,7 @@ def aborts(rank: int, nranks: int, folder: str) -> Outcome:
         return "KeyError", [], "", 0.0
 
 
-def comes_while_the_others_are_heard(rank: int, nranks: int) -> list[float]:
+def comes_while_the_others_are_heard(rank: int, nranks: int, call: str) -> list[float]:
     """Rank 1 makes the call after the others' time-out, while they hear whether it responds."""
     comm = pynccl.init(timeout=1)
     comm.barrier()
@@ -504,18 +504,25 @@ def comes_while_the_others_are_heard(rank: int, nranks: int) -> list[float]:
     comm._core.watch.hear = hear_slowly  # type: ignore[method-assign]
     if rank == 1:
         hear("the time-out has passed")
-    x = comm.all_reduce(np.ones(2))
+    x = np.ones(2)
+    if call == "all_reduce":
+        comm.all_reduce(x)
+    else:
+        getattr(comm, call)()
     if rank == 1:
         tell("rank 1 has come")
-    work = comm.all_reduce(np.ones(2), wait=False)
-    result = [*x, *work.wait()]
+    if call == "suspend":
+        comm.resume()
+    if call != "finalize":
+        comm.all_reduce(x, wait=False).wait()
     comm.destroy()
-    return [float(one) for one in result]
+    return [float(one) for one in x]
 
 
-def test_a_call_that_completes_while_the_others_are_heard() -> None:
-    results = run(2, comes_while_the_others_are_heard, backend="cpu", timeout=40)
-    assert results == 2 * [[2, 2, 2, 2]]
+@pytest.mark.parametrize(("call", "expected"), [("all_reduce", 4), ("suspend", 2), ("finalize", 1)])
+def test_a_call_that_completes_while_the_others_are_heard(call: str, expected: int) -> None:
+    results = run(2, comes_while_the_others_are_heard, call, backend="cpu", timeout=40)
+    assert results == 2 * [[expected, expected]]
 
 
 def test_exception_in_one_rank(tmp_path: Path) -> None:

@@ -232,6 +232,7 @@ CPU_FUNCTIONS: dict[str, Version] = {
     "pyncclCpuIsErrorReported": (2, 32, 3),
     "pyncclCpuGetLateRank": (2, 32, 3),
     "pyncclCpuRefuseToGrow": (2, 32, 3),
+    "pyncclCpuLeave": (2, 32, 3),
     "pyncclCpuIsGone": (2, 32, 3),
     "pyncclCpuIsAwaited": (2, 32, 3),
     "pyncclCpuParentRank": (2, 32, 3),

@@ -219,6 +219,15 @@ def pyncclCpuGetLateRank(index: int) -> int:
     return int(out[0])
 
 
+def pyncclCpuLeave(comm: int) -> int:
+    try:
+        if r := _library.pyncclCpuLeave(comm):
+            _check(r, "pyncclCpuLeave", comm)
+    except (TypeError, OverflowError) as error:
+        raise _argument_error(error, "uintptr_t", comm=comm) from None
+    return r
+
+
 def pyncclCpuIsGone(comm: int, rank: int) -> int:
     out = _new("int*")
     try:

@@ -123,10 +123,6 @@ def _others(nranks: int) -> float:
     return (nranks - 1) / nranks
 
 
-def _unchanged(pattern: Pattern, counts: Counts, rank: int, root: int) -> Array | None:
-    return None
-
-
 # --- reductions ---
 
 
