@@ -76,7 +76,7 @@ class _Run(fastcall.Call, Hinting):
     def stream(self, stream: Any) -> None:
         if stream is None:
             raise TypeError("stream is None; expected a stream: prepare again to use the current stream")
-        self._recording.set_stream(streams.handle_of(stream))
+        self._recording.set_stream(streams.handle_of(stream, optional=False))
         self._stream = stream
 
     def __len__(self) -> int:

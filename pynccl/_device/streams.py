@@ -105,13 +105,16 @@ def _complete(ask: Callable[[], bool], calls: Sequence[_Calls]) -> bool:
     return done
 
 
-def handle_of(stream: Any) -> int:
-    """Return the handle of a stream argument: an int, or an object with a stream attribute."""
+def handle_of(stream: Any, *, optional: bool = True) -> int:
+    """Return the handle of a stream argument: an int, or an object with a stream attribute.
+
+    A message says whether the caller also takes None.
+    """
     handle: Any = stream
     if not isinstance(stream, int) or not is_int(stream):
         handle = _shown_handle(stream)
     if not is_int(handle) or not isinstance(handle, int) or not 0 <= handle < 1 << 64:
-        none = "" if stream is None else "None, "
+        none = "None, " if optional else ""
         raise TypeError(
             f"stream is {shown(stream)}; expected {none}a stream handle as an int, 0 or more, or an object "
             "with __cuda_stream__, ptr or cuda_stream"
@@ -373,7 +376,7 @@ class Event(_Owned):
 
     def record(self, stream: Any) -> None:
         """Record the event after the present work of a stream."""
-        handle = handle_of(stream)
+        handle = handle_of(stream, optional=False)
         calls = tuple(_calls_on(handle))
         if self._cpu:
             capi.pyncclCpuEventRecord(0, self.handle, handle)

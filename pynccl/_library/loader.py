@@ -171,6 +171,8 @@ def what_to_install() -> str:
 
 def _file(text: str, how: str) -> str:
     expected = "expected a path, auto or cpu"
+    if not text:
+        raise LibraryNotFoundError(f"{how} is ''; {expected}")
     path = os.path.abspath(os.path.expanduser(text))
     if not os.path.isfile(path):
         problem = "is not a file" if os.path.exists(path) else "does not exist"

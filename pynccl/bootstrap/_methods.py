@@ -188,6 +188,8 @@ def _place(method: Any, on_listen: Callable[[str], object] | None) -> tuple[str,
         return f", at {method}", _opener(_at_address, host, port, on_listen)
     if isinstance(method, str) and method.startswith("file:///"):
         path = method.removeprefix("file://")
+        if not path.strip("/"):
+            raise ValueError(f"method is {shown(method)}; expected a folder below the root, 'file:///path'")
         if "\0" in path:
             raise ValueError(f"method is {shown(method)}; expected a path without a null character")
         return f", in {method}", _opener(_through, lambda _: FolderKeys(path), method, True)

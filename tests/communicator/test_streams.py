@@ -27,6 +27,9 @@ def test_streams_and_events(rank: int, nranks: int) -> None:
         assert stream.handle > 2
         assert stream.__cuda_stream__() == (0, stream.handle)
         assert event.query()
+        for wrong in (None, "a"):
+            with pytest.raises(TypeError, match="; expected a stream handle as an int, 0 or more"):
+                event.record(wrong)
         comm.barrier()
         if rank == 1:
             hear("checked")

@@ -84,6 +84,7 @@ def test_a_callback_that_fails(rank: int, nranks: int) -> None:
         ("tcp://tcp://127.0.0.1:5000", {}, "expected host:port"),
         ("tcp://:5000", {}, "expected a host before the port"),
         ("tcp://127.0.0.1:0", {}, "with port 0, rank 0 needs on_listen="),
+        ("file:///", {}, "expected a folder below the root"),
         ("env", {"on_listen": print}, "on_listen is given; expected None unless method is 'tcp://host:port'"),
         (None, {"rank": 2, "world_size": 2}, "rank is 2 and world_size 2; expected 0 <= rank < world_size"),
         (None, {"rank": -1}, "rank is -1; expected an int, 0 or more"),

@@ -112,6 +112,11 @@ def test_a_name_in_capitals(run_python: Run, name: str) -> None:
     assert text in done.stderr
 
 
+def test_an_empty_path(run_python: Run) -> None:
+    done = run_python("import pynccl; pynccl.load('')", fails=True)
+    assert "load() is ''; expected a path, auto or cpu" in done.stderr
+
+
 def test_auto_never_turns_to_the_cpu_library(run_python: Run) -> None:
     run_python("import pynccl; pynccl.cpu_library(); pynccl.load('auto')", fails=True)
 

@@ -152,6 +152,8 @@ def wrong_arguments(size: int, ours: Any) -> list[tuple[Callable[[], Any], str]]
         (lambda: pg.alltoall(lists(1), lists(size)).wait(), f"1 outputs and {size} inputs"),
         (lambda: pg.broadcast([x], root(size)), f"invalid root rank: {size}, expected 0 to {size - 1}"),
         (lambda: pg.send([x], size, 0), f"dst is {size}, expected a rank from 0 to {size - 1}"),
+        (lambda: pg.send([x], 0, -1), "send: tag is -1, expected 0 or more"),
+        (lambda: pg.recv([x], 0, -1), "recv: tag is -1, expected 0 or more"),
         (lambda: pg.recv([x], size, 0), "src is"),
         (lambda: pg.allreduce([x, x]).wait(), "takes one tensor, got 2"),
         (

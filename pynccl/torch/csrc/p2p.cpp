@@ -56,6 +56,7 @@ WorkPtr Backend::point_to_point(OpType type, const at::Tensor& tensor, int peer,
   call.kept = {data};
   if (!sends && !data.is_alias_of(tensor)) call.post = [tensor, data] { tensor.copy_(data); };
   if (!tensor.is_cpu()) return device_message(std::move(call), data, peer);
+  TORCH_CHECK_VALUE(tag >= 0, call.name, ": tag is ", tag, ", expected 0 or more");
   auto mail = messages();
   auto lock = entered();
   describe_to_profiler(call);
