@@ -60,7 +60,7 @@ def as_markdown(rows: list[tuple[int, str, int, float]]) -> str:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark what runs on a GPU; leave out what is marked as full unless the command line names that mark."""
+    """Mark what runs on a GPU, without what is marked as full unless the command line names that mark."""
     chosen = config.option.markexpr or ""
     if chosen == "gpu":
         os.environ["PYNCCL_TEST_BACKEND"] = "gpu"
@@ -72,7 +72,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         fits = item.path.stem in ON_A_GPU
         if on_gpu and fits:
             item.add_marker(pytest.mark.gpu)
-        if (on_gpu and not fits) or (item.get_closest_marker("full") and "full" not in chosen):
+        if on_gpu and (not fits or (item.get_closest_marker("full") and "full" not in chosen)):
             left_out.append(item)
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in left_out]

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import ast
 import re
+import shlex
+import subprocess
+import sys
 
 import pytest
 
@@ -111,3 +114,13 @@ def test_the_oldest_nccl_is_the_same_everywhere() -> None:
 def test_a_host_has_as_many_ranks_for_the_launcher_as_for_the_library() -> None:
     wire = (PACKAGE / "cpu/service/wire.hpp").read_text(encoding="utf-8")
     assert re.findall(r"kMostLocalRanks = (\d+);", wire) == [str(launch.MOST_RANKS)]
+
+
+def test_test_full_runs_the_complete_matrix() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    ((options,),) = [re.findall(r"(?m)^test-full:.*\n\t\S+/python -m pytest (.*)$", makefile)]
+    command = [sys.executable, "-m", "pytest", *shlex.split(options), "--collect-only", "-q"]
+    done = subprocess.run(
+        [*command, "tests/conformance/test_matrix.py"], cwd=ROOT, capture_output=True, text=True, timeout=50
+    )
+    assert done.stdout.count("::test_complete[") > 20
