@@ -1,6 +1,6 @@
 """A program written for cupy.cuda.nccl, on pynccl by one line: a dead rank is then an error, not a hang.
 
-PYNCCL_LIBRARY=cpu PYNCCL_CPU_BLOCKING=1 PYNCCL_TIMEOUT=30 python examples/cupy_nccl.py
+PYNCCL_LIBRARY=cpu PYNCCL_TIMEOUT=30 python examples/cupy_nccl.py
 PYNCCL_TIMEOUT=30 python examples/cupy_nccl.py          # on GPUs; CuPy has to be installed, here and there
 """
 

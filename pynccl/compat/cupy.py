@@ -7,6 +7,7 @@ Differences from CuPy:
 - The loaded library decides which functions are available, not the library of CuPy's build.
 - Calls on a non-blocking communicator (NCCL_COMM_BLOCKING=0) wait until it is ready.
 - Calls in a group are issued by groupEnd, which raises their errors.
+- On the CPU library a call on stream 0, or the groupEnd after it, returns when the call is complete.
 - The flight recorder, time-outs (PYNCCL_TIMEOUT) and check mode (PYNCCL_CHECK=1) work as for a
   pynccl.Communicator. Dead ranks are a RankFailedError of this module, an NcclError too.
 """
@@ -409,19 +410,30 @@ class NcclCommunicator:
     def _issue(
         self, kind: int, datatype: int, op: int, root: int, send: int, recv: int, count: int, stream: int
     ) -> None:
+        # No program for CuPy can wait for the CPU library's stream 0.
+        wait = 0 if stream else self._core.waits
         try:
             template = self._templates.get((kind, datatype, op, root))
             if template is None:
                 template = self._template(kind, datatype, op, root)
-            answer = template(send, recv, count, stream, 0)
+            if self._calls.issue(template, send, recv, count, stream, wait, kind, self._kept):
+                _grouped.used = True
         except (TypeError, OverflowError) as error:
             numbers = {"count": count, "datatype": datatype, "op": op, _root_name(kind): root}
             types = "uintptr_t, uintptr_t, size_t, int, int, int, uintptr_t"
             raise _argument_error(
                 error, types, sendbuf=send, recvbuf=recv, **numbers, stream=stream
             ) from None
-        if answer:
-            self._after(answer, kind, stream)
+        except NcclError:
+            raise
+        except ValueError as error:
+            # Buffers overlap.
+            raise _refused(kind, str(error)) from error
+        except _base.NcclError as error:
+            if not self._core.handle and self._core.watch.verdict() is None:
+                # As NCCL answers to the handle 0.
+                raise _refused(kind, str(error)) from error
+            raise _translated(error) from error
 
     def _template(self, kind: int, datatype: int, op: int, root: int) -> Any:
         if datatype not in _DATATYPES:
@@ -433,20 +445,6 @@ class NcclCommunicator:
         template, _ = self._calls.template_for(kind, datatype, op, root)
         self._templates[kind, datatype, op, root] = template
         return template
-
-    def _after(self, answer: int, kind: int, stream: int) -> None:
-        """Complete a call that is not done yet, or raise its error."""
-        _grouped.used = True
-        try:
-            self._calls.after(answer, kind, stream, 0, self._kept)
-        except ValueError as error:
-            # Buffers overlap.
-            raise _refused(kind, str(error)) from error
-        except _base.NcclError as error:
-            if not self._core.handle and self._core.watch.verdict() is None:
-                # As NCCL answers to the handle 0.
-                raise _refused(kind, str(error)) from error
-            raise _translated(error) from error
 
     def allReduce(self, sendbuf: int, recvbuf: int, count: int, datatype: int, op: int, stream: int) -> None:
         """Reduce the buffers of all ranks to every rank."""

@@ -91,7 +91,7 @@ ELSEWHERE = {
     "python examples/ray_training.py": "tests/interfaces/test_ray.py",
     "python examples/ray_graph.py": "tests/interfaces/test_ray.py",
     "PYNCCL_LIBRARY=cpu python examples/engine_push.py ": "tests/programs/test_examples.py",
-    "PYNCCL_LIBRARY=cpu PYNCCL_CPU_BLOCKING=1 PYNCCL_TIMEOUT=30 python examples/cupy_nccl.py": "the same",
+    "PYNCCL_LIBRARY=cpu PYNCCL_TIMEOUT=30 python examples/cupy_nccl.py": "the same",
     "PYNCCL_TIMEOUT=30 python examples/cupy_nccl.py": "needs GPUs",
     "python -m pynccl": "is the same as `pynccl`; the tests of each command start it so",
     "python -m pynccl.torch build": "tests/torch_backend/test_torch_groups.py",

@@ -552,6 +552,34 @@ def test_the_flight_recorder_has_the_calls() -> None:
         assert (scattered["seq"], split["seq"] > 1) == (1, True)
 
 
+def read_at_once(rank: int, nranks: int, whose: str, uid_file: str) -> None:
+    comm = connect(ours, rank, nranks, uid_file)
+    n, stream = 1 << 20, capi.pyncclCpuStreamCreate()
+    x, y, z = np.full(n, rank + 1.0), np.zeros(n), np.zeros(n)
+    for _ in range(5):
+        comm.allReduce(ptr(x), ptr(y), n, ours.NCCL_DOUBLE, ours.NCCL_SUM, 0)
+        assert (y == 3).all()
+        y[:] = 0
+        ours.groupStart()
+        comm.send(ptr(x), n, ours.NCCL_DOUBLE, 1 - rank, 0)
+        comm.recv(ptr(y), n, ours.NCCL_DOUBLE, 1 - rank, 0)
+        ours.groupEnd()
+        assert (y == 2 - rank).all()
+    if rank:
+        until(Path(f"{uid_file}.0").exists)
+    # Rank 1 makes its call later; rank 0 returns from its own and says so.
+    comm.allReduce(ptr(x), ptr(z), n, ours.NCCL_DOUBLE, ours.NCCL_SUM, stream)
+    all_are_here(rank, nranks, uid_file)
+    assert capi.pyncclCpuStreamSynchronize(comm.comm, stream, 20_000) == 0
+    assert (z == 3).all()
+    comm.destroy()
+
+
+@pytest.mark.parametrize("timeout", ["", "20"])
+def test_calls_on_stream_0_are_complete_when_they_return(timeout: str) -> None:
+    through("ours", 2, read_at_once, PYNCCL_TIMEOUT=timeout)
+
+
 def killed(rank: int, nranks: int, whose: str, uid_file: str) -> tuple[Any, ...]:
     comm = connect(ours, rank, nranks, uid_file)
     x = np.full(N, rank + 1.0, np.float32)
@@ -575,7 +603,7 @@ def killed(rank: int, nranks: int, whose: str, uid_file: str) -> tuple[Any, ...]
 
 def test_a_killed_rank_is_named() -> None:
     with tempfile.TemporaryDirectory(prefix="compat-") as folder:
-        env = {"PYNCCL_TIMEOUT": "20", "PYNCCL_CPU_BLOCKING": "1"}
+        env = {"PYNCCL_TIMEOUT": "20"}
         results = testing.run(
             3, killed, "ours", f"{folder}/uid", backend="cpu", timeout=50, env=env, check=False
         )
@@ -627,7 +655,7 @@ def one_late(rank: int, nranks: int, whose: str, uid_file: str) -> Any:
 
 def test_a_communicator_made_in_a_group_is_watched() -> None:
     with tempfile.TemporaryDirectory(prefix="compat-") as folder:
-        env = {"PYNCCL_TIMEOUT": "20", "PYNCCL_CPU_BLOCKING": "1"}
+        env = {"PYNCCL_TIMEOUT": "20"}
         place = f"{folder}/uid"
         found = testing.run(2, one_late, "ours", place, backend="cpu", timeout=50, env=env, check=False)
     assert found[0] == [1]
