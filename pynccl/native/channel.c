@@ -243,7 +243,8 @@ static pynccl_news pynccl_news_of(const pynccl_watch* w, int rank) {
   // First the number: a thread that reads it also reads the kind.
   const uint64_t calls = mine ? pynccl_calls(w) : p->calls;
   const int kind = mine ? pynccl_newest_kind(w) : p->last_kind;
-  return (pynccl_news){.calls = calls,
+  return (pynccl_news){.calls = calls & ((1ULL << 48) - 1),
+                       .awaits = (uint16_t)p->awaits,
                        .stamp = p->stamp,
                        .rank = (uint16_t)rank,
                        .kind = (uint8_t)(kind < 0 ? NO_KIND : kind),
@@ -321,6 +322,7 @@ void pynccl_learn(pynccl_watch* w, const pynccl_news* news, int from) {
   if (newer || (news->stamp == p->stamp && news->calls > p->calls)) {
     p->calls = news->calls;
     p->last_kind = news->kind < PYNCCL_PLAN ? news->kind : 0;
+    p->awaits = news->awaits;
   }
   if (newer) {
     p->stamp = news->stamp;
@@ -356,6 +358,32 @@ void pynccl_tell_news(pynccl_watch* w) {
   }
 }
 
+int pynccl_awaits(const pynccl_watch* w, int rank) {
+  int awaited = 0;
+  return w->handle && !pyncclCpuIsAwaited(w->handle, rank, &awaited) && awaited;
+}
+
+int pynccl_end_of_waits(const pynccl_watch* w, int rank) {
+  for (int step = 0; step < w->size && rank < w->size && rank != w->rank; ++step) {
+    if (w->peers[rank].awaits == AWAITS_NOBODY) return rank;
+    rank = w->peers[rank].awaits;
+  }
+  return -1;
+}
+
+// For which rank this one waits, as pynccl_peer has it.
+static int pynccl_find_awaited(const pynccl_watch* w) {
+  // Check mode waits outside the library.
+  if (!w->is_cpu || !w->handle || w->said_count) return AWAITS_UNKNOWN;
+  int found = AWAITS_NOBODY;
+  for (int r = 0; r < w->size; ++r) {
+    if (r == w->rank || !pynccl_awaits(w, r)) continue;
+    if (pynccl_end_of_waits(w, r) >= 0) return r;
+    if (found == AWAITS_NOBODY) found = r;
+  }
+  return found;
+}
+
 int pynccl_asked(pynccl_watch* w) {
   const int64_t now = pynccl_watchdog.awake;
   if (now - w->asked < w->question) return 0;
@@ -364,6 +392,7 @@ int pynccl_asked(pynccl_watch* w) {
   for (int r = 0; r < w->size; ++r)
     if (pynccl_takes_part(w, r) && !w->peers[r].hidden && !w->peers[r].owes) w->peers[r].owes = now;
   ++w->peers[w->rank].stamp;
+  w->peers[w->rank].awaits = pynccl_find_awaited(w);
   pynccl_freshen(w, w->rank);
   return 1;
 }

@@ -54,16 +54,22 @@
 // A process ends within this time after its connection, or it is taken for alive.
 #define ENDING_NS (2000 * MS)
 
+// In place of the rank for which another one waits.
+enum { AWAITS_NOBODY = 0xffff, AWAITS_UNKNOWN = 0xfffe };
+
 typedef struct pynccl_peer {
   pynccl_line* line;  // NULL: none
   int order;          // of its process, see pynccl_connection
   int departure;
-  int hearsay;           // the departure of a neighbour as others tell it, before its own last frames
-  int gone;              // the connection to it has ended, or no neighbour reaches it
-  int late;              // it never began: the rank did not connect in time
-  int named;             // another rank's verdict names it as failed
-  int64_t heard;         // when its last frame or news came, by pynccl_watchdog.awake
-  int awaited;           // a call of this rank waited for it when pynccl_watch_hear asked the ranks
+  int hearsay;    // the departure of a neighbour as others tell it, before its own last frames
+  int gone;       // the connection to it has ended, or no neighbour reaches it
+  int late;       // it never began: the rank did not connect in time
+  int named;      // another rank's verdict names it as failed
+  int64_t heard;  // when its last frame or news came, by pynccl_watchdog.awake
+  // The rank for which its calls wait. If there are several it is one that waits, itself or through others,
+  // for a rank that waits for nobody.
+  int awaits;
+  int awaited;           // it seems late, see pynccl_mark_awaited
   int64_t owes;          // since when it has not answered a question, by the same clock; 0: it has
   uint64_t seen;         // the number of its last flooded frame
   uint64_t posted, got;  // the serials of the last frames posted to it, and by it and taken in order
@@ -234,6 +240,11 @@ void pynccl_tell_news(pynccl_watch* w);
 void pynccl_ask_all(pynccl_watch* w);
 // The same shortly before a wait times out: then it is known who does not respond.
 void pynccl_ask_before(pynccl_watch* w, int64_t waited, int64_t limit);
+// Whether the library says that a call of this rank waits for another rank; only the CPU library can tell.
+int pynccl_awaits(const pynccl_watch* w, int rank);
+// Follow the waits from a rank to one that waits for nobody; -1: it is not known, or they lead to this rank
+// or in a circle.
+int pynccl_end_of_waits(const pynccl_watch* w, int rank);
 // A question has come. Returns whether to pass it on.
 int pynccl_asked(pynccl_watch* w);
 // Check whether the processes of ranks without a connection have ended.

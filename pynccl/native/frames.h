@@ -33,7 +33,8 @@ enum {
 
 // What a rank tells of a rank. A larger stamp is newer.
 typedef struct pynccl_news {
-  uint64_t calls;
+  uint64_t calls : 48;
+  uint64_t awaits : 16;  // as when the sender was asked last, see pynccl_peer
   uint32_t stamp;
   uint16_t rank;
   uint8_t kind;  // of its newest call; NO_KIND: none

@@ -347,14 +347,12 @@ static int pynccl_all_respond(const pynccl_watch* w) {
   return pynccl_age_of_news(w) < 2 * BEAT_NS;
 }
 
-int pynccl_awaits(const pynccl_watch* w, int rank) {
-  int awaited = 0;
-  return w->handle && !pyncclCpuIsAwaited(w->handle, rank, &awaited) && awaited;
-}
-
-// Whether a call of this rank waits for another rank, or did so at the time-out.
-static int pynccl_is_awaited(const pynccl_watch* w, int rank, int heard) {
-  return (heard == PYNCCL_HEARD_AT_TIMEOUT && w->peers[rank].awaited) || pynccl_awaits(w, rank);
+void pynccl_mark_awaited(pynccl_watch* w) {
+  for (int r = 0; r < w->size; ++r) {
+    if (!pynccl_awaits(w, r)) continue;
+    const int end = pynccl_end_of_waits(w, r);
+    w->peers[end < 0 ? r : end].awaited = 1;
+  }
 }
 
 // Whether a rank may be late: another one that has not closed its communicator, and can be asked.
@@ -362,11 +360,20 @@ static int pynccl_can_be_late(const pynccl_watch* w, int rank) {
   return rank != w->rank && !w->peers[rank].departure && !w->peers[rank].hidden;
 }
 
+// Add the ranks for which this rank waits, itself or through others, and that wait for nobody: with messages
+// the number of calls tells nothing.
+static void pynccl_add_ends_of_waits(const pynccl_watch* w, pynccl_verdict* v) {
+  for (int r = 0; r < w->size; ++r) {
+    const pynccl_peer* p = &w->peers[r];
+    if (pynccl_can_be_late(w, r) && p->awaited && p->awaits == AWAITS_NOBODY) pynccl_add_rank(v, r);
+  }
+}
+
 // Add the ranks that are late. They have made fewer calls than others; if this rank waits for some of them,
 // only these are late. This rank may wait in a call that is not counted, such as ncclCommSplit: if it has
 // made fewer calls itself, or nobody has, the ranks are late for which it waits and which have made no more.
 // Returns whether it waits in such a call.
-static int pynccl_add_ranks_behind(const pynccl_watch* w, int heard, pynccl_verdict* v) {
+static int pynccl_add_ranks_behind(const pynccl_watch* w, pynccl_verdict* v) {
   const uint64_t mine = pynccl_calls_of(w, w->rank);
   uint64_t most = 0;
   int behind = 0, both = 0;
@@ -375,14 +382,15 @@ static int pynccl_add_ranks_behind(const pynccl_watch* w, int heard, pynccl_verd
   for (int r = 0; r < w->size; ++r) {
     if (!pynccl_can_be_late(w, r) || pynccl_calls_of(w, r) == most) continue;
     behind = 1;
-    both |= pynccl_is_awaited(w, r, heard);
+    both |= w->peers[r].awaited;
   }
   const int uncounted = mine < most || !behind;
+  pynccl_add_ends_of_waits(w, v);
+  if (v->count) return uncounted;
   for (int r = 0; r < w->size; ++r) {
     if (!pynccl_can_be_late(w, r)) continue;
     const uint64_t calls = pynccl_calls_of(w, r);
-    if (uncounted ? calls <= mine && pynccl_is_awaited(w, r, heard)
-                  : calls < most && (!both || pynccl_is_awaited(w, r, heard)))
+    if (uncounted ? calls <= mine && w->peers[r].awaited : calls < most && (!both || w->peers[r].awaited))
       pynccl_add_rank(v, r);
   }
   return uncounted;
@@ -399,9 +407,11 @@ static void pynccl_say_awaited(pynccl_verdict* v) {
   }
 }
 
-void pynccl_explain(const pynccl_watch* w, const char* what, const int* awaited, int count, int heard,
+void pynccl_explain(pynccl_watch* w, const char* what, const int* awaited, int count, int heard,
                     pynccl_verdict* v) {
   *v = (pynccl_verdict){0};
+  for (int r = 0; r < w->size && heard != PYNCCL_HEARD_AT_TIMEOUT; ++r) w->peers[r].awaited = 0;
+  pynccl_mark_awaited(w);
   pynccl_say(v->text, sizeof v->text, "%s", what);
   for (int r = 0; r < w->size; ++r) {
     const pynccl_peer* p = &w->peers[r];
@@ -420,7 +430,7 @@ void pynccl_explain(const pynccl_watch* w, const char* what, const int* awaited,
   if (v->count || !connected) return;
   for (int i = 0; i < count; ++i) pynccl_add_rank(v, awaited[i]);
   // The counts that follow do not show for which ranks such a call waits. Counts that may be old prove less.
-  const int uncounted = count || pynccl_add_ranks_behind(w, heard, v);
+  const int uncounted = count || pynccl_add_ranks_behind(w, v);
   if ((uncounted || !heard) && v->count) pynccl_say_awaited(v);
   int hidden = 0;
   for (int r = 0; r < w->size; ++r) hidden |= w->peers[r].hidden;

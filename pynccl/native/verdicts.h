@@ -21,14 +21,14 @@ int pynccl_report_silence(pynccl_watch* w);
 // At a time-out wait, under the lock, until ranks that may be silent have been heard, and for the reports of
 // the others; tell them which ranks are silent here.
 void pynccl_hear_all(pynccl_watch* w);
-// Whether the library says that a call of this rank waits for another rank; only the CPU library can tell.
-int pynccl_awaits(const pynccl_watch* w, int rank);
+// Mark the ranks for which this one waits: those that wait for nobody, reached directly or through others.
+void pynccl_mark_awaited(pynccl_watch* w);
 // Without pynccl_hear_all the news of the other ranks may be older than the call. After pynccl_watch_hear it
 // is known who was awaited at the time-out.
 enum { PYNCCL_NOT_HEARD, PYNCCL_HEARD, PYNCCL_HEARD_AT_TIMEOUT };
 // Say why a call took too long: name silent ranks, or those for which it waits and what every rank has
 // called. `count` is 0 if the caller does not know for which.
-void pynccl_explain(const pynccl_watch* w, const char* what, const int* awaited, int count, int heard,
+void pynccl_explain(pynccl_watch* w, const char* what, const int* awaited, int count, int heard,
                     pynccl_verdict* v);
 
 #pragma GCC visibility pop

@@ -313,6 +313,7 @@ static int pynccl_take_lines(pynccl_watch* w, const pynccl_connection* made, con
   for (int r = 0; r < w->size; ++r) {
     pynccl_peer* p = &w->peers[r];
     p->heard = pynccl_watchdog.awake;
+    p->awaits = AWAITS_UNKNOWN;
     if (made) p->order = made[r].order;
     // Whether a rank is alive that cannot be reached, only its neighbours can tell.
     p->provable = made && r != w->rank && made[r].socket != PYNCCL_NO_LINE;
@@ -467,7 +468,8 @@ void pynccl_watch_hear(pynccl_comm* comm) {
   pynccl_watch* w = comm->watch;
   pthread_mutex_lock(&pynccl_watchdog.lock);
   // A rank that comes while this one hears the others was late, too.
-  for (int r = 0; r < w->size; ++r) w->peers[r].awaited = pynccl_awaits(w, r);
+  for (int r = 0; r < w->size; ++r) w->peers[r].awaited = 0;
+  pynccl_mark_awaited(w);
   pynccl_hear_all(w);
   pthread_mutex_unlock(&pynccl_watchdog.lock);
 }

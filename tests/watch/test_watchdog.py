@@ -365,6 +365,66 @@ def test_only_ranks_that_a_call_waits_for_are_late(what: str, late: list[list[in
     assert run(3, waits_for_some, what, backend="cpu", timeout=40) == late
 
 
+def ring(comm: Communicator, x: Any, y: Any) -> None:
+    comm.send_recv(x, (comm.rank + 1) % comm.size, y, (comm.rank - 1) % comm.size)
+
+
+def pipeline(comm: Communicator, x: Any, y: Any) -> None:
+    if comm.rank:
+        comm.recv(y, comm.rank - 1)
+    if comm.rank < comm.size - 1:
+        comm.send(x, comm.rank + 1)
+
+
+def to_rank_0(comm: Communicator, x: Any, y: Any) -> None:
+    for other in range(1, comm.size):
+        if comm.rank == 0:
+            comm.recv(y, other)
+            comm.send(x, other)
+        elif comm.rank == other:
+            comm.send(x, 0)
+            comm.recv(y, 0)
+
+
+def pairs(comm: Communicator, x: Any, y: Any) -> None:
+    other = comm.rank ^ 1
+    comm.recv(y, other) if comm.rank % 2 else comm.send(x, other)
+    comm.barrier()
+
+
+def failure(what: Callable[[], Any]) -> NcclError:
+    try:
+        while True:
+            what()
+    except NcclError as error:
+        return error
+
+
+def waits_through_others(rank: int, nranks: int, pattern: Callable[..., None], late: int) -> list[int] | None:
+    comm = pynccl.init(timeout=1.5)
+    x, y = np.ones(100), np.zeros(100)
+    for _ in range(3):
+        pattern(comm, x, y)
+    together(nranks)
+    ranks = None
+    if rank != late:
+        # A small message does not wait for its receiver.
+        failed = failure(lambda: pattern(comm, x, y))
+        assert isinstance(failed, NcclTimeoutError)
+        ranks = failed.ranks
+    together(nranks, "over")
+    comm.abort()
+    return ranks
+
+
+@pytest.mark.parametrize("late", [2, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("pattern", [ring, pipeline, to_rank_0, pairs])
+def test_the_late_rank_is_named_for_which_others_wait(pattern: Callable[..., None], late: int) -> None:
+    """Most ranks wait for a rank that waits itself."""
+    results = run(4, waits_through_others, pattern, late, backend="cpu", timeout=40)
+    assert results == [None if rank == late else [late] for rank in range(4)]
+
+
 def fails_after_another_has_left(rank: int, nranks: int) -> tuple[str, str] | None:
     """Rank 1 returns without destroy; then rank 2 has no descriptor for its first message to rank 0."""
     os.environ["NCCL_HOSTID"] = str(rank)
