@@ -15,6 +15,9 @@ import numpy as np
 from pynccl._library.generated.tables import DATATYPES, ITEM_SIZES
 from pynccl._types import DataType
 
+# Of a NumPy array; an element has at most 16 bytes.
+MOST_ELEMENTS = (1 << 59) - 1
+
 
 class Traveller(NamedTuple):
     """A dtype that travels as `factor` elements of another; `adds`: sum and avg are correct.

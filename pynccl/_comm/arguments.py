@@ -260,8 +260,9 @@ class Arguments:
             raise TypeError(f"{name} is {what}; expected a sequence of {self._size} ints{order}") from None
         if len(values) != self._size:
             raise ValueError(f"{name} has {len(values)} entries; expected {self._size}, one for each rank")
-        if min(values) < 0:
-            raise ValueError(f"{name} is {shown(values)}; expected whole numbers, 0 or more")
+        if min(values) < 0 or sum(values) > dtypes.MOST_ELEMENTS:
+            most = " with a sum below 2**59" if min(values) >= 0 else ""
+            raise ValueError(f"{name} is {shown(values)}; expected whole numbers, 0 or more{most}")
         return values
 
     def require_own(self, span: Span, name: str, counts: list[int]) -> None:

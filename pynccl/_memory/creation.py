@@ -22,8 +22,6 @@ from pynccl._memory.allocation import Allocation
 
 A = TypeVar("A")
 Shape = int | Sequence[int]
-# Of a NumPy array. It counts no bytes of more than 16 for an element, and no axis as 0.
-_TOO_MANY = 1 << 59
 _MOST_AXES = 64 if np.lib.NumpyVersion(np.__version__) >= "2.0.0" else 32
 
 
@@ -116,7 +114,7 @@ def _shape(shape: Any) -> tuple[int, ...]:
         raise TypeError(f"shape is {shown(shape)}; expected an int or a sequence of ints")
     if any(axis < 0 for axis in axes):
         raise ValueError(f"shape is {shown(shape)}; expected no negative axis")
-    if len(axes) > _MOST_AXES or math.prod(axis or 1 for axis in axes) >= _TOO_MANY:
+    if len(axes) > _MOST_AXES or math.prod(axis or 1 for axis in axes) > dtypes.MOST_ELEMENTS:
         raise ValueError(
             f"shape is {shown(shape)}; expected fewer than 2**59 elements, and at most {_MOST_AXES} axes"
         )

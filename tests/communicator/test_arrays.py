@@ -210,6 +210,8 @@ def test_orders_and_counts(rank: int, nranks: int) -> None:
              rf"^send_counts\[{me}\] is {[0, 3][me]} and recv_counts\[{me}\] is 2; expected them equal"),
             (lambda: comm.all_gather_v(data, np.zeros(8), [4, -4]), ValueError,
              r"^counts is \[4, -4\]; expected whole numbers, 0 or more"),
+            (lambda: comm.all_gather_v(data, None, [2**63, 1]), ValueError,
+             r"^counts is \[9223372036854775808, 1\]; expected whole numbers, 0 or more with"),
             (lambda: comm.all_gather_v(data, np.zeros(8), [4.0, 4.0]), TypeError, "^counts is .*sequence"),
             (lambda: comm.all_gather_v(data, np.zeros(8), None), TypeError,
              "^counts is None; expected a sequence of 2 ints"),
