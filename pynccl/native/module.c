@@ -82,19 +82,16 @@ static PyObject* own_comm(PyObject* self, PyObject* address) {
 
 // A `__del__` whose Ctrl-C takes effect behind it. In C, since Python looks for signals at the beginning of
 // every Python function, in a decorator's before its `try`.
-static void* interrupt_soon(void* caller) {
+static void* interrupt_soon(void* unused) {
   // At once, it would come in the next finalizer if a list of objects is dropped.
   nanosleep(&(struct timespec){.tv_nsec = 10000000}, NULL);
-  // A real signal, for the caller may sleep by now.
-  if (Py_IsInitialized()) pthread_kill(*(pthread_t*)caller, SIGINT);
-  return NULL;
+  // As from a terminal: it also ends a sleep of the main thread.
+  if (Py_IsInitialized()) kill(getpid(), SIGINT);
+  return unused;
 }
 static void interrupt_later(void) {
-  // Python calls handlers of signals in one thread only.
-  static pthread_t caller;
-  caller = pthread_self();
   pthread_t thread;
-  if (pthread_create(&thread, NULL, interrupt_soon, &caller))
+  if (pthread_create(&thread, NULL, interrupt_soon, NULL))
     PyErr_SetInterrupt();
   else
     pthread_detach(thread);
