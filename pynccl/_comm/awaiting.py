@@ -34,8 +34,9 @@ class _Waker:
 
     @fastcall.finalizer
     def __del__(self) -> None:
-        if self.descriptor >= 0:
-            os.close(self.descriptor)
+        descriptor, self.descriptor = self.descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
 
 
 def _finish(future: asyncio.Future[None]) -> None:

@@ -114,9 +114,12 @@ class Mark:
     @fastcall.finalizer
     def __del__(self) -> None:
         # The events of a forked child are its parent's, and at the interpreter's exit the driver may be gone.
-        if self._pid == os.getpid():
-            with suppress(Exception):
-                self._events.destroy(self._event)
+        # Nor has one whose creation was interrupted all of its fields.
+        with suppress(Exception):
+            if self._pid == os.getpid():
+                event, self._event = self._event, 0
+                if event:
+                    self._events.destroy(event)
 
 
 class InFlight:

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 # waiting thread within them.
 _SLICE_MS = lib.PYNCCL_SLICE_MS
 _LONGEST_SLEEP = 0.001
+# The default streams are 0, cudaStreamLegacy (1) and cudaStreamPerThread (2).
+_LAST_DEFAULT = 2
 
 
 class User(Protocol):
@@ -145,6 +147,9 @@ def is_destroyed(stream: int, on_cpu: bool) -> bool:
     """Tell whether the library does not know a stream any more."""
     if not on_cpu:
         return not cuda.is_stream(stream)
+    # The library asks a communicator for its default streams.
+    if stream <= _LAST_DEFAULT:
+        return False
     try:
         capi.pyncclCpuStreamQuery(0, stream)
     except NcclError as error:

@@ -371,17 +371,29 @@ int pynccl_end_of_waits(const pynccl_watch* w, int rank) {
   return -1;
 }
 
+// Whether this process waits on another communicator. Of several ranks in it, it is not known which waits.
+static int pynccl_waits_elsewhere(const pynccl_watch* w) {
+  const pynccl_watch* all = pynccl_watchdog.watches;
+  for (const pynccl_watch* other = all; other; other = other->next)
+    if (other != w && other->channel == w->channel) return 0;
+  for (const pynccl_watch* other = all; other; other = other->next)
+    for (int r = 0; r < other->size && other != w; ++r)
+      if (r != other->rank && pynccl_awaits(other, r)) return 1;
+  return 0;
+}
+
 // For which rank this one waits, as pynccl_peer has it.
 static int pynccl_find_awaited(const pynccl_watch* w) {
+  if (!w->is_cpu || !w->handle) return AWAITS_UNKNOWN;
   // Check mode waits outside the library.
-  if (!w->is_cpu || !w->handle || w->said_count) return AWAITS_UNKNOWN;
+  if (w->said_count) return w->lacking;
   int found = AWAITS_NOBODY;
   for (int r = 0; r < w->size; ++r) {
     if (r == w->rank || !pynccl_awaits(w, r)) continue;
     if (pynccl_end_of_waits(w, r) >= 0) return r;
     if (found == AWAITS_NOBODY) found = r;
   }
-  return found;
+  return found == AWAITS_NOBODY && pynccl_waits_elsewhere(w) ? AWAITS_UNKNOWN : found;
 }
 
 int pynccl_asked(pynccl_watch* w) {

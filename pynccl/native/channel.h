@@ -69,7 +69,7 @@ typedef struct pynccl_peer {
   // The rank for which its calls wait. If there are several it is one that waits, itself or through others,
   // for a rank that waits for nobody.
   int awaits;
-  int awaited;           // it seems late, see pynccl_mark_awaited
+  int awaited;           // see pynccl_mark_awaited
   int64_t owes;          // since when it has not answered a question, by the same clock; 0: it has
   uint64_t seen;         // the number of its last flooded frame
   uint64_t posted, got;  // the serials of the last frames posted to it, and by it and taken in order
@@ -117,6 +117,7 @@ struct pynccl_watch {
   int said_count, said_capacity;
   uint64_t rounds;      // how many collectives were announced
   uint32_t waits;       // for counterparts
+  int lacking;          // the rank whose counterpart is awaited
   int in_ring;          // this wait is one of a ring
   int telling;          // ranks are asked for their calls
   uint64_t told_about;  // in this round

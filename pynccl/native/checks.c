@@ -131,13 +131,18 @@ static void pynccl_tell_step(pynccl_watch* w, pynccl_said* s) {
   pynccl_post(w, &s->frame, (w->rank + (1 << s->step)) % w->size);
 }
 
+// Whose frame is awaited in this step of a collective.
+static int pynccl_partner(const pynccl_watch* w, const pynccl_said* s) {
+  return (w->rank - (1 << s->step) + w->size) % w->size;
+}
+
 // Make the steps of collectives for which the frames are here.
 static void pynccl_make_steps(pynccl_watch* w) {
   int kept = 0;
   for (int i = 0; i < w->said_count; ++i) {
     pynccl_said* s = &w->said[i];
     while (s->round && !s->answered) {
-      pynccl_peer* p = &w->peers[(w->rank - (1 << s->step) + w->size) % w->size];
+      pynccl_peer* p = &w->peers[pynccl_partner(w, s)];
       int at = 0;
       while (at < p->inbox_count &&
              (p->inbox[at].kind != FRAME_CALL || pynccl_side((int)p->inbox[at].words[0]) != SIDE_ALL ||
@@ -391,6 +396,21 @@ static int pynccl_end_of_chain(const pynccl_watch* w, const pynccl_said* s) {
   return rank;
 }
 
+// Add the ranks that are late: `late`, or, for those that have not announced the counterpart, those for which
+// they wait.
+static void pynccl_add_lacking(const pynccl_watch* w, const pynccl_said* open, int late, pynccl_verdict* v) {
+  char* added = calloc(1, (size_t)w->size);
+  v->count = 0;
+  for (int r = 0; r < w->size && added; ++r) {
+    if (late >= 0 ? r != late : !pynccl_lacks(w, open, r)) continue;
+    const int end = late < 0 ? pynccl_end_of_waits(w, r) : -1;
+    added[end < 0 ? r : end] = 1;
+  }
+  for (int r = 0; r < w->size && added; ++r)
+    if (added[r]) pynccl_add_rank(v, r);
+  free(added);
+}
+
 static void pynccl_check_timed_out(pynccl_watch* w, int64_t waited, const pynccl_frame** table) {
   char what[512] = "";
   pynccl_said* open;
@@ -409,13 +429,9 @@ static void pynccl_check_timed_out(pynccl_watch* w, int64_t waited, const pynccl
   pynccl_say(what, sizeof what, " did not come within %g s", (double)waited / 1e9);
   if (late >= 0 && late != open->peer) pynccl_say(what, sizeof what, "; it waits in turn for rank %d", late);
   pynccl_verdict v;
-  pynccl_explain(w, what, NULL, 0, PYNCCL_HEARD, &v);
+  pynccl_explain(w, what, NULL, 0, 1, &v);
   // Numbers of calls say nothing here: a call counts only after the comparison.
-  if (v.trouble == PYNCCL_TIMED_OUT) {
-    v.count = 0;
-    for (int r = 0; r < w->size; ++r)
-      if (late >= 0 ? r == late : pynccl_lacks(w, open, r)) pynccl_add_rank(&v, r);
-  }
+  if (v.trouble == PYNCCL_TIMED_OUT) pynccl_add_lacking(w, open, late, &v);
   pynccl_conclude(w, &v);
 }
 
@@ -479,6 +495,7 @@ int pynccl_check_wait(pynccl_watch* w) {
     }
     const pynccl_said* about = pynccl_compare(w, &open);
     if (!about && !open) break;
+    w->lacking = !open ? AWAITS_UNKNOWN : open->round ? pynccl_partner(w, open) : open->peer;
     if (!about && (w->in_ring || pynccl_is_missed(w, open, now))) about = open;
     if (about) pynccl_ask_calls(w, about->round);
     if (about && !differed) differed = now;

@@ -82,6 +82,7 @@ static PyObject* own_comm(PyObject* self, PyObject* address) {
 
 // A `__del__` whose Ctrl-C takes effect behind it. In C, since Python looks for signals at the beginning of
 // every Python function, in a decorator's before its `try`.
+enum { MOST_INTERRUPTS = 3 };
 static void* interrupt_soon(void* unused) {
   // At once, it would come in the next finalizer if a list of objects is dropped.
   nanosleep(&(struct timespec){.tv_nsec = 10000000}, NULL);
@@ -96,12 +97,17 @@ static void interrupt_later(void) {
   else
     pthread_detach(thread);
 }
+// Run it again after an interrupt, which may have come before its first line; it does nothing twice.
 static PyObject* finalize(PyObject* end, PyObject* object) {
-  PyObject* ended = PyObject_CallOneArg(end, object);
-  if (ended || !PyErr_ExceptionMatches(PyExc_KeyboardInterrupt)) return ended;
-  PyErr_Clear();
-  interrupt_later();
-  Py_RETURN_NONE;
+  PyObject* ended = NULL;
+  int interrupts = 0;
+  while (!ended) {
+    if (!PyErr_CheckSignals()) ended = PyObject_CallOneArg(end, object);
+    if (ended || !PyErr_ExceptionMatches(PyExc_KeyboardInterrupt) || ++interrupts > MOST_INTERRUPTS) break;
+    PyErr_Clear();
+  }
+  if (interrupts) interrupt_later();
+  return ended;
 }
 static PyMethodDef finalizing = {"__del__", finalize, METH_O, NULL};
 static PyObject* finalizer(PyObject* self, PyObject* end) {

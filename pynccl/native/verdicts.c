@@ -348,10 +348,14 @@ static int pynccl_all_respond(const pynccl_watch* w) {
 }
 
 void pynccl_mark_awaited(pynccl_watch* w) {
+  for (int r = 0; r < w->size; ++r) w->peers[r].awaited = 0;
   for (int r = 0; r < w->size; ++r) {
     if (!pynccl_awaits(w, r)) continue;
     const int end = pynccl_end_of_waits(w, r);
-    w->peers[end < 0 ? r : end].awaited = 1;
+    if (end >= 0)
+      w->peers[end].awaited = PYNCCL_LATE;
+    else if (!w->peers[r].awaited)
+      w->peers[r].awaited = PYNCCL_AWAITED;
   }
 }
 
@@ -363,10 +367,8 @@ static int pynccl_can_be_late(const pynccl_watch* w, int rank) {
 // Add the ranks for which this rank waits, itself or through others, and that wait for nobody: with messages
 // the number of calls tells nothing.
 static void pynccl_add_ends_of_waits(const pynccl_watch* w, pynccl_verdict* v) {
-  for (int r = 0; r < w->size; ++r) {
-    const pynccl_peer* p = &w->peers[r];
-    if (pynccl_can_be_late(w, r) && p->awaited && p->awaits == AWAITS_NOBODY) pynccl_add_rank(v, r);
-  }
+  for (int r = 0; r < w->size; ++r)
+    if (pynccl_can_be_late(w, r) && w->peers[r].awaited == PYNCCL_LATE) pynccl_add_rank(v, r);
 }
 
 // Add the ranks that are late. They have made fewer calls than others; if this rank waits for some of them,
@@ -382,7 +384,7 @@ static int pynccl_add_ranks_behind(const pynccl_watch* w, pynccl_verdict* v) {
   for (int r = 0; r < w->size; ++r) {
     if (!pynccl_can_be_late(w, r) || pynccl_calls_of(w, r) == most) continue;
     behind = 1;
-    both |= w->peers[r].awaited;
+    both |= !!w->peers[r].awaited;
   }
   const int uncounted = mine < most || !behind;
   pynccl_add_ends_of_waits(w, v);
@@ -410,8 +412,9 @@ static void pynccl_say_awaited(pynccl_verdict* v) {
 void pynccl_explain(pynccl_watch* w, const char* what, const int* awaited, int count, int heard,
                     pynccl_verdict* v) {
   *v = (pynccl_verdict){0};
-  for (int r = 0; r < w->size && heard != PYNCCL_HEARD_AT_TIMEOUT; ++r) w->peers[r].awaited = 0;
-  pynccl_mark_awaited(w);
+  int marked = 0;
+  for (int r = 0; r < w->size; ++r) marked |= heard && w->peers[r].awaited;
+  if (!marked) pynccl_mark_awaited(w);
   pynccl_say(v->text, sizeof v->text, "%s", what);
   for (int r = 0; r < w->size; ++r) {
     const pynccl_peer* p = &w->peers[r];

@@ -21,13 +21,13 @@ int pynccl_report_silence(pynccl_watch* w);
 // At a time-out wait, under the lock, until ranks that may be silent have been heard, and for the reports of
 // the others; tell them which ranks are silent here.
 void pynccl_hear_all(pynccl_watch* w);
-// Mark the ranks for which this one waits: those that wait for nobody, reached directly or through others.
+// At a time-out, mark the ranks for which this one waits: those that wait for nobody, reached directly or
+// through others, as late. A rank that comes while this one hears the others was late, too.
+enum { PYNCCL_AWAITED = 1, PYNCCL_LATE };
 void pynccl_mark_awaited(pynccl_watch* w);
-// Without pynccl_hear_all the news of the other ranks may be older than the call. After pynccl_watch_hear it
-// is known who was awaited at the time-out.
-enum { PYNCCL_NOT_HEARD, PYNCCL_HEARD, PYNCCL_HEARD_AT_TIMEOUT };
 // Say why a call took too long: name silent ranks, or those for which it waits and what every rank has
-// called. `count` is 0 if the caller does not know for which.
+// called. `count` is 0 if the caller does not know for which. `heard`: after pynccl_mark_awaited and
+// pynccl_hear_all; without these the news of the other ranks may be older than the call.
 void pynccl_explain(pynccl_watch* w, const char* what, const int* awaited, int count, int heard,
                     pynccl_verdict* v);
 

@@ -81,6 +81,7 @@ static void pynccl_check_timeout(pynccl_watch* w, int64_t now) {
     pynccl_ask_before(w, waited, w->timeout);
     return;
   }
+  if (!w->late) pynccl_mark_awaited(w);
   if (!w->late) w->late = pynccl_watchdog.awake;
   pynccl_ask_all(w);
   if (pynccl_unsure(w, w->late) || pynccl_report_silence(w)) return;
@@ -97,7 +98,7 @@ static void pynccl_check_timeout(pynccl_watch* w, int64_t now) {
                (unsigned long)oldest.stream, seconds);
   pynccl_say_signals(w->comm, what, sizeof what);
   pynccl_verdict v;
-  pynccl_explain(w, what, NULL, 0, PYNCCL_HEARD, &v);
+  pynccl_explain(w, what, NULL, 0, 1, &v);
   pynccl_conclude(w, &v);
 }
 
@@ -467,8 +468,6 @@ void pynccl_watch_hear(pynccl_comm* comm) {
   if (!comm->watch) return;
   pynccl_watch* w = comm->watch;
   pthread_mutex_lock(&pynccl_watchdog.lock);
-  // A rank that comes while this one hears the others was late, too.
-  for (int r = 0; r < w->size; ++r) w->peers[r].awaited = 0;
   pynccl_mark_awaited(w);
   pynccl_hear_all(w);
   pthread_mutex_unlock(&pynccl_watchdog.lock);
@@ -482,7 +481,7 @@ int pynccl_watch_expire(pynccl_comm* comm, const char* what, const int* awaited,
   if (w->verdict.trouble) {
     *out = w->verdict;
   } else {
-    pynccl_explain(w, what, awaited, count, publish ? PYNCCL_HEARD_AT_TIMEOUT : PYNCCL_NOT_HEARD, out);
+    pynccl_explain(w, what, awaited, count, publish, out);
     if (publish && w->listed) pynccl_conclude(w, out);
   }
   pthread_mutex_unlock(&pynccl_watchdog.lock);

@@ -20,7 +20,7 @@ import pytest
 import pynccl
 from meeting import hear, tell, together
 from parameters import slow_except
-from pynccl import Communicator, NcclInvalidUsage, NcclRemoteError, RankFailedError
+from pynccl import Communicator, NcclInvalidArgument, NcclInvalidUsage, NcclRemoteError, RankFailedError, capi
 from pynccl.testing import run
 from ranks import on_ranks
 
@@ -274,7 +274,10 @@ def test_ctrl_c_at_the_first_line_of_a_finalizer(rank: int, nranks: int) -> None
 
     streams = [pynccl.Stream() for _ in range(20)]
     while streams:
+        handle = streams[-1].handle
         with pytest.raises(KeyboardInterrupt):  # noqa: PT012
             sys.setprofile(interrupt)
             streams.pop()
             time.sleep(20)
+        with pytest.raises(NcclInvalidArgument):
+            capi.pyncclCpuStreamQuery(0, handle)

@@ -417,12 +417,34 @@ def waits_through_others(rank: int, nranks: int, pattern: Callable[..., None], l
     return ranks
 
 
+@pytest.mark.parametrize("check", ["", pytest.param("1", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("late", [2, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("pattern", [ring, pipeline, to_rank_0, pairs])
-def test_the_late_rank_is_named_for_which_others_wait(pattern: Callable[..., None], late: int) -> None:
+def test_the_late_rank_is_named_for_which_others_wait(
+    pattern: Callable[..., None], late: int, check: str
+) -> None:
     """Most ranks wait for a rank that waits itself."""
-    results = run(4, waits_through_others, pattern, late, backend="cpu", timeout=40)
+    env = {"PYNCCL_CHECK": check}
+    results = run(4, waits_through_others, pattern, late, backend="cpu", env=env, timeout=40)
     assert results == [None if rank == late else [late] for rank in range(4)]
+
+
+def waits_in_a_child(rank: int, nranks: int) -> list[int] | None:
+    """Rank 0 is late; rank 1 waits for it on another communicator."""
+    with pynccl.init(timeout=1.5) as comm, comm.split(0) as child:
+        x = np.ones(3)
+        together(nranks)
+        ranks = None
+        if rank:
+            ranks = failure(lambda: child.recv(x, 0) if rank == 1 else comm.all_reduce(x)).ranks
+        together(nranks, "over")
+        comm.abort()
+        child.abort()
+    return ranks
+
+
+def test_a_rank_that_waits_on_another_communicator_is_not_late() -> None:
+    assert run(4, waits_in_a_child, backend="cpu", timeout=40) == [None, [0], [0], [0]]
 
 
 def fails_after_another_has_left(rank: int, nranks: int) -> tuple[str, str] | None:
