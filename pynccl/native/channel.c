@@ -243,12 +243,15 @@ static pynccl_news pynccl_news_of(const pynccl_watch* w, int rank) {
   // First the number: a thread that reads it also reads the kind.
   const uint64_t calls = mine ? pynccl_calls(w) : p->calls;
   const int kind = mine ? pynccl_newest_kind(w) : p->last_kind;
+  const int64_t began = mine ? __atomic_load_n(&w->called_at, __ATOMIC_RELAXED) : p->since;
+  const int64_t age = (pynccl_now() - began) / AGE_NS;
   return (pynccl_news){.calls = calls & ((1ULL << 48) - 1),
                        .awaits = (uint16_t)p->awaits,
                        .stamp = p->stamp,
                        .rank = (uint16_t)rank,
-                       .kind = (uint8_t)(kind < 0 ? NO_KIND : kind),
-                       .departure = (uint8_t)(mine ? w->departure : departure)};
+                       .kind = (kind < 0 ? NO_KIND : kind) & NO_KIND,
+                       .departure = (mine ? w->departure : departure) & 7,
+                       .age = (age < MOST_AGE ? age : MOST_AGE) & MOST_AGE};
 }
 
 static void pynccl_freshen(pynccl_watch* w, int rank) {
@@ -323,6 +326,7 @@ void pynccl_learn(pynccl_watch* w, const pynccl_news* news, int from) {
     p->calls = news->calls;
     p->last_kind = news->kind < PYNCCL_PLAN ? news->kind : 0;
     p->awaits = news->awaits;
+    p->since = news->age < MOST_AGE ? pynccl_now() - news->age * AGE_NS : 0;
   }
   if (newer) {
     p->stamp = news->stamp;
@@ -363,10 +367,27 @@ int pynccl_awaits(const pynccl_watch* w, int rank) {
   return w->handle && !pyncclCpuIsAwaited(w->handle, rank, &awaited) && awaited;
 }
 
-int pynccl_end_of_waits(const pynccl_watch* w, int rank) {
+void pynccl_mark_awaited(pynccl_watch* w) {
+  w->marked_at = pynccl_now();
+  for (int r = 0; r < w->size; ++r) {
+    w->peers[r].awaited = pynccl_awaits(w, r);
+    w->peers[r].before = w->peers[r].awaits;
+  }
+}
+
+// For which rank another one waited at the mark. What it said before may be old, and what it said since may
+// tell of a later wait: its newest call tells which of the two holds.
+static int pynccl_awaits_at_mark(const pynccl_watch* w, const pynccl_peer* p) {
+  const int holds = p->awaits != AWAITS_NOBODY && p->since < w->marked_at;
+  return holds || p->before == AWAITS_UNKNOWN ? p->awaits : p->before;
+}
+
+int pynccl_end_of_waits(const pynccl_watch* w, int rank, int marked) {
   for (int step = 0; step < w->size && rank < w->size && rank != w->rank; ++step) {
-    if (w->peers[rank].awaits == AWAITS_NOBODY) return rank;
-    rank = w->peers[rank].awaits;
+    const pynccl_peer* p = &w->peers[rank];
+    const int next = marked ? pynccl_awaits_at_mark(w, p) : p->awaits;
+    if (next == AWAITS_NOBODY) return rank;
+    rank = next;
   }
   return -1;
 }
@@ -390,7 +411,7 @@ static int pynccl_find_awaited(const pynccl_watch* w) {
   int found = AWAITS_NOBODY;
   for (int r = 0; r < w->size; ++r) {
     if (r == w->rank || !pynccl_awaits(w, r)) continue;
-    if (pynccl_end_of_waits(w, r) >= 0) return r;
+    if (pynccl_end_of_waits(w, r, 0) >= 0) return r;
     if (found == AWAITS_NOBODY) found = r;
   }
   return found == AWAITS_NOBODY && pynccl_waits_elsewhere(w) ? AWAITS_UNKNOWN : found;

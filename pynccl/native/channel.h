@@ -69,7 +69,7 @@ typedef struct pynccl_peer {
   // The rank for which its calls wait. If there are several it is one that waits, itself or through others,
   // for a rank that waits for nobody.
   int awaits;
-  int awaited;           // see pynccl_mark_awaited
+  int awaited, before;   // see pynccl_mark_awaited
   int64_t owes;          // since when it has not answered a question, by the same clock; 0: it has
   uint64_t seen;         // the number of its last flooded frame
   uint64_t posted, got;  // the serials of the last frames posted to it, and by it and taken in order
@@ -89,6 +89,7 @@ typedef struct pynccl_peer {
   int provable;  // the end of its process is a proof: it did not go on without this rank before
   uint64_t calls;
   int last_kind;  // kind of its newest call; -1: none
+  int64_t since;  // when that began
   int tampered;   // a frame from it was not authentic
   char* report;   // the text of its verdict, received so far
   pynccl_frame* inbox;
@@ -153,7 +154,9 @@ struct pynccl_watch {
   pynccl_verdict verdict;
   uint64_t calls;
   int last_kind;
-  int64_t in_call;  // when a thread entered the library; 0: none is inside
+  int64_t in_call;    // when a thread entered the library; 0: none is inside
+  int64_t called_at;  // when the newest call began
+  int64_t marked_at;  // when pynccl_mark_awaited looked
   pynccl_marker* markers;
   int marker_count, marker_capacity;
   pynccl_peer peers[];
@@ -243,9 +246,11 @@ void pynccl_ask_all(pynccl_watch* w);
 void pynccl_ask_before(pynccl_watch* w, int64_t waited, int64_t limit);
 // Whether the library says that a call of this rank waits for another rank; only the CPU library can tell.
 int pynccl_awaits(const pynccl_watch* w, int rank);
+// At a time-out, note for which ranks this one waits, and for which they did, as far as it is known.
+void pynccl_mark_awaited(pynccl_watch* w);
 // Follow the waits from a rank to one that waits for nobody; -1: it is not known, or they lead to this rank
-// or in a circle.
-int pynccl_end_of_waits(const pynccl_watch* w, int rank);
+// or in a circle. `marked`: the waits when pynccl_mark_awaited looked; else as they were last heard of.
+int pynccl_end_of_waits(const pynccl_watch* w, int rank, int marked);
 // A question has come. Returns whether to pass it on.
 int pynccl_asked(pynccl_watch* w);
 // Check whether the processes of ranks without a connection have ended.

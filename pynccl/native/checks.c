@@ -403,7 +403,7 @@ static void pynccl_add_lacking(const pynccl_watch* w, const pynccl_said* open, i
   v->count = 0;
   for (int r = 0; r < w->size && added; ++r) {
     if (late >= 0 ? r != late : !pynccl_lacks(w, open, r)) continue;
-    const int end = late < 0 ? pynccl_end_of_waits(w, r) : -1;
+    const int end = late < 0 ? pynccl_end_of_waits(w, r, 1) : -1;
     added[end < 0 ? r : end] = 1;
   }
   for (int r = 0; r < w->size && added; ++r)
@@ -416,6 +416,7 @@ static void pynccl_check_timed_out(pynccl_watch* w, int64_t waited, const pynccl
   pynccl_said* open;
   pynccl_compare(w, &open);
   if (open) pynccl_ask_calls(w, open->round);
+  pynccl_mark_awaited(w);
   pynccl_hear_all(w);
   if (pynccl_compare(w, &open) || !open || w->verdict.trouble || !w->listed) return;
   const int late = open->round ? -1 : pynccl_end_of_chain(w, open);
@@ -486,6 +487,7 @@ int pynccl_check_wait(pynccl_watch* w) {
   int r = table ? 0 : PYNCCL_NO_MEMORY;
   pthread_mutex_lock(&pynccl_watchdog.lock);
   ++w->waits;
+  __atomic_store_n(&w->called_at, start, __ATOMIC_RELAXED);
   w->in_ring = 0;
   while (!r) {
     const int64_t now = pynccl_now();

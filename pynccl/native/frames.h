@@ -37,10 +37,13 @@ typedef struct pynccl_news {
   uint64_t awaits : 16;  // as when the sender was asked last, see pynccl_peer
   uint32_t stamp;
   uint16_t rank;
-  uint8_t kind;  // of its newest call; NO_KIND: none
-  uint8_t departure;
+  uint16_t kind : 6;  // of its newest call; NO_KIND: none
+  uint16_t departure : 3;
+  uint16_t age : 7;  // of its newest call, in AGE_NS
 } pynccl_news;
-#define NO_KIND 255
+#define NO_KIND 63
+#define AGE_NS (40 * MS)
+#define MOST_AGE 127
 
 #define FRAME_NEWS_COUNT 13
 

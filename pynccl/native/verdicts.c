@@ -347,18 +347,6 @@ static int pynccl_all_respond(const pynccl_watch* w) {
   return pynccl_age_of_news(w) < 2 * BEAT_NS;
 }
 
-void pynccl_mark_awaited(pynccl_watch* w) {
-  for (int r = 0; r < w->size; ++r) w->peers[r].awaited = 0;
-  for (int r = 0; r < w->size; ++r) {
-    if (!pynccl_awaits(w, r)) continue;
-    const int end = pynccl_end_of_waits(w, r);
-    if (end >= 0)
-      w->peers[end].awaited = PYNCCL_LATE;
-    else if (!w->peers[r].awaited)
-      w->peers[r].awaited = PYNCCL_AWAITED;
-  }
-}
-
 // Whether a rank may be late: another one that has not closed its communicator, and can be asked.
 static int pynccl_can_be_late(const pynccl_watch* w, int rank) {
   return rank != w->rank && !w->peers[rank].departure && !w->peers[rank].hidden;
@@ -367,8 +355,14 @@ static int pynccl_can_be_late(const pynccl_watch* w, int rank) {
 // Add the ranks for which this rank waits, itself or through others, and that wait for nobody: with messages
 // the number of calls tells nothing.
 static void pynccl_add_ends_of_waits(const pynccl_watch* w, pynccl_verdict* v) {
-  for (int r = 0; r < w->size; ++r)
-    if (pynccl_can_be_late(w, r) && w->peers[r].awaited == PYNCCL_LATE) pynccl_add_rank(v, r);
+  char* late = calloc(1, (size_t)w->size);
+  for (int r = 0; r < w->size && late; ++r) {
+    const int end = w->peers[r].awaited ? pynccl_end_of_waits(w, r, 1) : -1;
+    if (end >= 0) late[end] = 1;
+  }
+  for (int r = 0; r < w->size && late; ++r)
+    if (late[r] && pynccl_can_be_late(w, r)) pynccl_add_rank(v, r);
+  free(late);
 }
 
 // Add the ranks that are late. They have made fewer calls than others; if this rank waits for some of them,
@@ -384,7 +378,7 @@ static int pynccl_add_ranks_behind(const pynccl_watch* w, pynccl_verdict* v) {
   for (int r = 0; r < w->size; ++r) {
     if (!pynccl_can_be_late(w, r) || pynccl_calls_of(w, r) == most) continue;
     behind = 1;
-    both |= !!w->peers[r].awaited;
+    both |= w->peers[r].awaited;
   }
   const int uncounted = mine < most || !behind;
   pynccl_add_ends_of_waits(w, v);

@@ -21,10 +21,6 @@ int pynccl_report_silence(pynccl_watch* w);
 // At a time-out wait, under the lock, until ranks that may be silent have been heard, and for the reports of
 // the others; tell them which ranks are silent here.
 void pynccl_hear_all(pynccl_watch* w);
-// At a time-out, mark the ranks for which this one waits: those that wait for nobody, reached directly or
-// through others, as late. A rank that comes while this one hears the others was late, too.
-enum { PYNCCL_AWAITED = 1, PYNCCL_LATE };
-void pynccl_mark_awaited(pynccl_watch* w);
 // Say why a call took too long: name silent ranks, or those for which it waits and what every rank has
 // called. `count` is 0 if the caller does not know for which. `heard`: after pynccl_mark_awaited and
 // pynccl_hear_all; without these the news of the other ranks may be older than the call.

@@ -314,7 +314,7 @@ static int pynccl_take_lines(pynccl_watch* w, const pynccl_connection* made, con
   for (int r = 0; r < w->size; ++r) {
     pynccl_peer* p = &w->peers[r];
     p->heard = pynccl_watchdog.awake;
-    p->awaits = AWAITS_UNKNOWN;
+    p->awaits = p->before = AWAITS_UNKNOWN;
     if (made) p->order = made[r].order;
     // Whether a rank is alive that cannot be reached, only its neighbours can tell.
     p->provable = made && r != w->rank && made[r].socket != PYNCCL_NO_LINE;
@@ -546,7 +546,9 @@ int pynccl_watch_begin(pynccl_comm* comm, const pynccl_call* calls, int count) {
       __atomic_store_n(&w->last_kind, calls[i].kind, __ATOMIC_RELAXED);
       __atomic_fetch_add(&w->calls, 1, __ATOMIC_RELEASE);
     }
-  __atomic_store_n(&w->in_call, pynccl_now(), __ATOMIC_RELEASE);
+  const int64_t now = pynccl_now();
+  __atomic_store_n(&w->called_at, now, __ATOMIC_RELAXED);
+  __atomic_store_n(&w->in_call, now, __ATOMIC_RELEASE);
   return 0;
 }
 

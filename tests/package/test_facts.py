@@ -5,12 +5,12 @@ from __future__ import annotations
 import ast
 import re
 import shlex
-import subprocess
 import sys
 
 import pytest
 
 from conftest import ROOT
+from processes import completed
 from pynccl import capi
 from pynccl._run import launch
 
@@ -120,7 +120,5 @@ def test_test_full_runs_the_complete_matrix() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     ((options,),) = [re.findall(r"(?m)^test-full:.*\n\t\S+/python -m pytest (.*)$", makefile)]
     command = [sys.executable, "-m", "pytest", *shlex.split(options), "--collect-only", "-q"]
-    done = subprocess.run(
-        [*command, "tests/conformance/test_matrix.py"], cwd=ROOT, capture_output=True, text=True, timeout=50
-    )
+    done = completed([*command, "tests/conformance/test_matrix.py"], cwd=ROOT, timeout=50)
     assert done.stdout.count("::test_complete[") > 20
