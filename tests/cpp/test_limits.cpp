@@ -101,10 +101,13 @@ ncclResult_t message(ncclComm_t comm, bool sends, int peer) {
 
 // The rendezvous has connections that its service ends later.
 int settled_descriptors() {
-  for (int before = 0, now = open_descriptors();; now = open_descriptors()) {
-    if (now == std::exchange(before, now)) return now;
+  int now = open_descriptors();
+  for (int same = 0; same < 3;) {
     pause_for(0.2);
+    const int before = std::exchange(now, open_descriptors());
+    same = now == before ? same + 1 : 0;
   }
+  return now;
 }
 
 TEST_CASE("a data connection is made when it is first needed") {
@@ -137,7 +140,7 @@ TEST_CASE("no descriptor for a data connection") {
     for (int sender : {0, 1}) {
       at_step("rank %d has none, rank %d sends", poor, sender);
       ncclUniqueId id = settled_id();
-      Gate gate, other_has_ended;
+      Gate gate, told[2];
       as_processes(2, [&](int rank) {
         ncclComm_t comm = on_its_host(2, id, rank);
         settled_descriptors();
@@ -157,10 +160,8 @@ TEST_CASE("no descriptor for a data connection") {
         SAYS(text, "cannot connect to rank " + std::to_string(1 - poor));
         SAYS(text, "Too many open files");
         // A message to a rank that has gone is dropped, and that is no error.
-        if (rank == poor)
-          other_has_ended.wait();
-        else
-          other_has_ended.open(1);
+        told[1 - rank].open(1);
+        told[rank].wait();
         OK(ncclCommAbort(comm));
       });
     }

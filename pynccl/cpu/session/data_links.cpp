@@ -120,7 +120,8 @@ void DataLinks::dial(int to, Channel channel) {
   std::string why;
   SocketPtr socket = owner_.dial(to, channel, stop_, &why);
   const int error = errno;
-  if (!socket && !stop_.is_set()) owner_.cannot_connect(to, why, error);
+  // Then what is to be sent waits for the error; to a peer that has gone it would be dropped.
+  if (!socket && !stop_.is_set() && owner_.cannot_connect(to, why, error)) return;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     Slot& slot = slots_[number(to, channel)];

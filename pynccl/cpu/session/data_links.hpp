@@ -25,8 +25,8 @@ class DataLinks {
     virtual SocketPtr dial(int to, Channel channel, Stop& stop, std::string* why) = 0;
     virtual void ask_to_dial(int to, Channel channel) = 0;
     virtual bool is_gone(int peer) = 0;
-    // The communicator fails, unless the other rank has ended.
-    virtual void cannot_connect(int to, const std::string& why, int error) = 0;
+    // The communicator fails, unless the other rank has ended. Returns whether it has failed.
+    virtual bool cannot_connect(int to, const std::string& why, int error) = 0;
     virtual void connected() = 0;      // wakes the threads that wait for data; also if none will come
     virtual SinkPtr keep_alive() = 0;  // while a thread dials
 

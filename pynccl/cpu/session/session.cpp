@@ -421,7 +421,7 @@ void Session::asked_to_dial(int from, uint64_t channel) {
 
 bool Session::is_gone(int q) { return peer(q).gone.load(); }
 
-void Session::cannot_connect(int q, const std::string& why, int error) {
+bool Session::cannot_connect(int q, const std::string& why, int error) {
   const bool lacks = out_of_descriptors(error) || error == EAGAIN;
   if (!lacks) {
     // The news of the other rank's end, or of a failure, may come after the end of the connection.
@@ -429,9 +429,10 @@ void Session::cannot_connect(int q, const std::string& why, int error) {
     const bool explained = changed.wait_until(lock, after_ms(1000), [&] {
       return peer(q).gone || peer(q).left || owner_.error() != ncclSuccess || stopped();
     });
-    if (explained) return;
+    if (explained) return owner_.error() != ncclSuccess;
   }
   owner_.give_up(lacks ? ncclSystemError : ncclRemoteError, unreachable(q, kConnecting, why), {});
+  return true;
 }
 
 void Session::connected() { owner_.wake(); }

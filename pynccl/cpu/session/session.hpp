@@ -179,7 +179,7 @@ class Session : private DataLinks::Owner {
   bool await_acceptance(int to, Channel channel, const Socket& socket);
   void ask_to_dial(int to, Channel channel) override;
   bool is_gone(int q) override;
-  void cannot_connect(int q, const std::string& why, int error) override;
+  bool cannot_connect(int q, const std::string& why, int error) override;
   void connected() override;
   SinkPtr keep_alive() override;
   ncclResult_t await_arrival(HelloKind kind, int from, const char* doing, SocketPtr* socket);
