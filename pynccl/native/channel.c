@@ -375,8 +375,9 @@ void pynccl_mark_awaited(pynccl_watch* w) {
   }
 }
 
-// For which rank another one waited at the mark. What it said before may be old, and what it said since may
-// tell of a later wait: its newest call tells which of the two holds.
+// For which rank another one waited at the mark. Its last answer before the mark may be old; an answer after
+// the mark may be about a later wait. The newer answer counts if the rank's newest call began before the
+// mark.
 static int pynccl_awaits_at_mark(const pynccl_watch* w, const pynccl_peer* p) {
   const int holds = p->awaits != AWAITS_NOBODY && p->since < w->marked_at;
   return holds || p->before == AWAITS_UNKNOWN ? p->awaits : p->before;

@@ -89,7 +89,7 @@ typedef struct pynccl_peer {
   int provable;  // the end of its process is a proof: it did not go on without this rank before
   uint64_t calls;
   int last_kind;  // kind of its newest call; -1: none
-  int64_t since;  // when that began
+  int64_t since;  // when its newest call began
   int tampered;   // a frame from it was not authentic
   char* report;   // the text of its verdict, received so far
   pynccl_frame* inbox;

@@ -97,7 +97,7 @@ static void interrupt_later(void) {
   else
     pthread_detach(thread);
 }
-// Run it again after an interrupt, which may have come before its first line; it does nothing twice.
+// The interrupt may come before the first line, so the finalizer runs again. Each finalizer can run twice.
 static PyObject* finalize(PyObject* end, PyObject* object) {
   PyObject* ended = NULL;
   int interrupts = 0;

@@ -18,14 +18,16 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import TypeVar
 
-from pynccl import RankFailedError
+from pynccl import NcclError, RankFailedError
 from pynccl.bootstrap import Store
 
 # Below the ports that a system gives to connections, which would take one at any time; each worker of xdist
 # has its own, and no two processes begin with the same.
 _FIRST_PORT, _PORTS = 12000, 4000
 _numbers = itertools.count(97 * os.getpid())
+E = TypeVar("E", bound=NcclError)
 
 
 def store() -> Store:
@@ -72,10 +74,15 @@ def interrupted_soon() -> list[float]:
 
 def failure(what: Callable[[], object]) -> RankFailedError:
     """Do something until a rank has failed."""
+    return error_of(what, RankFailedError)
+
+
+def error_of(what: Callable[[], object], kind: type[E]) -> E:
+    """Do something until it raises an error of this kind."""
     try:
         while True:
             what()
-    except RankFailedError as error:
+    except kind as error:
         return error
 
 

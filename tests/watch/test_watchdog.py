@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import pynccl
-from meeting import hear, interrupted_soon, leave_descriptors, tell, together, until_gone
+from meeting import error_of, hear, interrupted_soon, leave_descriptors, tell, together, until_gone
 from pynccl import Communicator, NcclError, NcclTimeoutError, Plan, capi
 from pynccl._library.binding import lib
 from pynccl._watch import channel
@@ -392,14 +392,6 @@ def pairs(comm: Communicator, x: Any, y: Any) -> None:
     comm.barrier()
 
 
-def failure(what: Callable[[], Any]) -> NcclError:
-    try:
-        while True:
-            what()
-    except NcclError as error:
-        return error
-
-
 def waits_through_others(rank: int, nranks: int, pattern: Callable[..., None], late: int) -> list[int] | None:
     comm = pynccl.init(timeout=1.5)
     x, y = np.ones(100), np.zeros(100)
@@ -409,7 +401,7 @@ def waits_through_others(rank: int, nranks: int, pattern: Callable[..., None], l
     ranks = None
     if rank != late:
         # A small message does not wait for its receiver.
-        failed = failure(lambda: pattern(comm, x, y))
+        failed = error_of(lambda: pattern(comm, x, y), NcclError)
         assert isinstance(failed, NcclTimeoutError)
         ranks = failed.ranks
     together(nranks, "over")
@@ -436,7 +428,7 @@ def waits_in_a_child(rank: int, nranks: int) -> list[int] | None:
         together(nranks)
         ranks = None
         if rank:
-            ranks = failure(lambda: child.recv(x, 0) if rank == 1 else comm.all_reduce(x)).ranks
+            ranks = error_of(lambda: child.recv(x, 0) if rank == 1 else comm.all_reduce(x), NcclError).ranks
         together(nranks, "over")
         comm.abort()
         child.abort()
