@@ -6,6 +6,7 @@ Beside what cffi makes there are callables that run one C function, and recordin
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+_AnyFunction = TypeVar("_AnyFunction", bound=Callable[..., object])
 _Function = TypeVar("_Function", bound=Callable[..., None])
 
 class _Lib:
@@ -80,6 +81,11 @@ class Usual:
         /,
     ) -> Usual: ...
     def __call__(self, send: Any, recv: Any, op: Any, stream: Any, config: Any, wait: Any, /) -> Any: ...
+
+def Method(function: _AnyFunction, /) -> _AnyFunction: ...
+
+class Hinting:
+    def __explain__(self, name: str, /) -> None: ...
 
 class Open: ...
 

@@ -126,7 +126,8 @@ def structs_module(headers: list[Header]) -> str:
     for name, (title, doc) in STRUCTS.items():
         fields = headers[0].structs[name]
         own = [field for field in fields if field.name not in INTERNAL]
-        parts += ["", "@dataclass(kw_only=True)", f"class {title}(Struct):", f'    """{doc}"""', ""]
+        parts += ["", "@dataclass(kw_only=True, eq=False, repr=False)"]
+        parts += [f"class {title}(Struct):", f'    """{doc}"""', ""]
         parts += [
             f'    struct: ClassVar[str] = "{name}"',
             f"    oldest: ClassVar[Version] = {fields[0].since}",

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
 from itertools import chain
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -183,20 +183,3 @@ def hints_keywords(function: Callable[P, R]) -> Callable[P, R]:
         return function(*args, **kwargs)
 
     return call
-
-
-class Hinting:
-    """A class whose error for a name that it does not have tells the name that it has instead."""
-
-    __slots__ = ()
-
-    # For type checkers every name would exist.
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            if hasattr(type(self), name):
-                # A property has raised AttributeError: let it raise that again.
-                return object.__getattribute__(self, name)
-            ours = meant(type(self), name)
-            hint = f"; pynccl's name is {ours}" if ours else ""
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")

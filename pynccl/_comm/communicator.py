@@ -12,7 +12,7 @@ import numpy as np
 
 from pynccl import capi
 from pynccl._arrays.buffers import Array
-from pynccl._base.hints import Hinting, add_hint, hints_keywords
+from pynccl._base.hints import add_hint, hints_keywords
 from pynccl._base.timeouts import check_timeout
 from pynccl._base.values import INT, MOST_DEVICES, check_int, check_list, refuse_copy, shown
 from pynccl._comm import create, derive, end, lifetime, recovery
@@ -29,6 +29,7 @@ from pynccl._errors import NcclError, NcclTimeoutError
 from pynccl._library import loader
 from pynccl._library.binding import lib
 from pynccl._library.generated.structs import CommProperties
+from pynccl._library.hinting import Hinting
 from pynccl._memory import statistics
 from pynccl._memory.registration import Registration
 from pynccl._memory.statistics import MemoryStats

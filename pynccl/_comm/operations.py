@@ -14,6 +14,7 @@ from pynccl._comm.calls import Calls, PerCall, Piece
 from pynccl._comm.one_sided import OneSided
 from pynccl._comm.reductions import Op, PreMulSum
 from pynccl._comm.work import Work
+from pynccl._library.binding import fastcall
 from pynccl._library.generated.kinds import (
     ALL_GATHER,
     ALL_TO_ALL,
@@ -129,6 +130,7 @@ class Operations:
         config: PerCall = None,
         wait: Literal[False],
     ) -> Work[R]: ...
+    @fastcall.Method
     def all_reduce(
         self,
         send: Any,

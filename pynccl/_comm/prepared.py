@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, overload
 
-from pynccl._base.hints import Hinting, meant
+from pynccl._base.hints import meant
 from pynccl._base.values import check_list, refuse_copy, shown
 from pynccl._comm.core import INTERRUPTED, Core
 from pynccl._comm.operations import Operations
@@ -13,6 +13,7 @@ from pynccl._comm.recording import Recording
 from pynccl._comm.work import Work, issued_later, part
 from pynccl._device import streams
 from pynccl._library.binding import fastcall, lib
+from pynccl._library.hinting import Hinting
 
 P = ParamSpec("P")
 
@@ -169,10 +170,10 @@ class Prepare(Hinting):
     # For type checkers every name would exist.
     if not TYPE_CHECKING:
 
-        def __getattr__(self, name: str) -> Any:
+        def __explain__(self, name: str) -> None:
             if hasattr(Operations, name):
                 raise AttributeError(f"comm.prepare has no {name}: expected an operation on arrays")
-            return super().__getattr__(name)
+            super().__explain__(name)
 
         def __call__(self, operation: Any = None, *_: object, **__: object) -> Any:
             name = operation if isinstance(operation, str) else getattr(operation, "__name__", "")

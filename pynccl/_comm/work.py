@@ -6,7 +6,6 @@ import time
 from collections.abc import Generator, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from pynccl._base.hints import Hinting
 from pynccl._base.timeouts import check_timeout
 from pynccl._base.values import refuse_copy, shown
 from pynccl._comm.core import Core
@@ -14,6 +13,7 @@ from pynccl._comm.in_flight import Mark
 from pynccl._device import streams
 from pynccl._errors import NcclError, NcclInvalidUsage, NcclTimeoutError, RankFailedError
 from pynccl._library.binding import lib
+from pynccl._library.hinting import Hinting
 from pynccl._library.status import IN_PROGRESS, check
 
 T_co = TypeVar("T_co", covariant=True)

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from pynccl import capi
-from pynccl._base.hints import Hinting
 from pynccl._base.timeouts import check_timeout, rounded
 from pynccl._base.values import is_int, refuse_copy, shown
 from pynccl._device.blocking import another_thread_may_call
@@ -17,6 +16,7 @@ from pynccl._device.devices import device_to_use, on_device
 from pynccl._errors import NcclError, NcclInvalidArgument, NcclInvalidUsage, NcclTimeoutError
 from pynccl._library import cuda, loader
 from pynccl._library.binding import fastcall, lib
+from pynccl._library.hinting import Hinting
 from pynccl._library.status import IN_PROGRESS, check
 from pynccl._trace.recorder import dump_because
 

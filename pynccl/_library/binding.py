@@ -25,11 +25,13 @@ else:
         """A stand-in: every attribute is a function that raises."""
 
         NULL = None
-        Call = object
+        Call = Hinting = object
 
         @staticmethod
         def finalizer(end: Any) -> Any:
             return end
+
+        Method = finalizer
 
         def __getattr__(self, name: str) -> Any:
             def refuse(*_: Any) -> NoReturn:

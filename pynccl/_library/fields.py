@@ -24,6 +24,8 @@ _strings: dict[bytes, Any] = {}
 
 # The Python types that a field accepts, beside NumPy's bool.
 _FITTING: dict[str, tuple[type, ...]] = {"int": (Integral,), "float": (Real,), "str": (str, tuple, ffi.CData)}
+# Values that no text shows.
+_SECRET = {"psk"}
 _KINDS = {"int": "an int", "float": "a number", "str": "a str"}
 
 S = TypeVar("S", bound="Struct")
@@ -44,6 +46,19 @@ class Struct:
     def __post_init__(self) -> None:
         for field in fields(self):  # type: ignore[arg-type]
             _require_kind(self.struct, field, getattr(self, field.name))
+
+    # Once for all structs: dataclass would compile them for each, which takes a tenth of `import pynccl`.
+    def __eq__(self, other: object) -> bool:
+        return self._values() == other._values() if type(other) is type(self) else NotImplemented
+
+    def __repr__(self) -> str:
+        defaults = {field.name: field.default for field in fields(self)}  # type: ignore[arg-type]
+        set_to = {name: value for name, value in self._values().items() if value != defaults[name]}
+        texts = (f"{name}={'...' if name in _SECRET else repr(value)}" for name, value in set_to.items())
+        return f"{type(self).__name__}({', '.join(texts)})"
+
+    def _values(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
 
     def known(self, version: Version) -> list[str]:
         """Return the fields of this version, in order."""

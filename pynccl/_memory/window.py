@@ -11,12 +11,12 @@ from typing import Any, NamedTuple, Protocol
 from pynccl import capi
 from pynccl._arrays import dtypes
 from pynccl._arrays.buffers import Span, held, shape_of
-from pynccl._base.hints import Hinting
 from pynccl._base.values import check_rank, refuse_copy, shown
 from pynccl._errors import CollectiveMismatchError, NcclInvalidUsage
 from pynccl._library import loader
 from pynccl._library.binding import fastcall, ffi, lib
 from pynccl._library.generated import kinds
+from pynccl._library.hinting import Hinting
 from pynccl._library.status import check, remember_late
 from pynccl._memory import creation
 from pynccl._memory.owner import MemoryOwner, complete, refuse_unless_idle

@@ -14,7 +14,6 @@ from __future__ import annotations
 import fcntl
 import ipaddress
 import os
-import secrets
 import selectors
 import socket
 import struct
@@ -288,7 +287,7 @@ def _greeting(rank: int) -> tuple[str, bytes, NcclError | None]:
         secret = read_secret()
         if secret:
             handshake.load_noise()
-        host, key = digest(loopback()), secrets.token_bytes(_KEY)
+        host, key = digest(loopback()), os.urandom(_KEY)
         me, mesh = process(os.getpid()), _mesh_ranks()
         return secret, _GREETING.pack(host, key, *me, bool(secret), mesh, _order), None
     except BootstrapError as error:

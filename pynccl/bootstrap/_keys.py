@@ -7,7 +7,6 @@ import fcntl
 import os
 import re
 import stat
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -321,6 +320,9 @@ class FolderKeys(_Unnoticed):
 
     def _new(self, value: bytes) -> str:
         """Return a file with the value, for a name that other ranks read."""
+        # It imports much, for the other rendezvous in vain.
+        import tempfile
+
         number, path = tempfile.mkstemp(dir=self.path, prefix=".new-")
         with os.fdopen(number, "wb") as file:
             file.write(value)

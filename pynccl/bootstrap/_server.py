@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-import secrets
 import select
 import socket
 import struct
@@ -635,7 +634,7 @@ def _new_secret() -> str:
         "StoreServer makes a secret, because none is set",
         """, or pass secret="" for a store without one""",
     )
-    return secrets.token_urlsafe(24)
+    return os.urandom(24).hex()
 
 
 def resolve_job(job: str | None) -> str:

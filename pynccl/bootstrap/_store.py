@@ -9,7 +9,6 @@ import errno
 import logging
 import math
 import os
-import secrets
 import socket
 import struct
 import sys
@@ -244,7 +243,7 @@ class Store:
         self._scheme = handshake.choose(secret, f.PURPOSE, encode(resolve_job(job)), f.HELLO)
         self._lock, self._pid, self._closed = threading.RLock(), os.getpid(), False
         self._met = self._known
-        self._name = secrets.token_bytes(f.IDENTITY)
+        self._name = os.urandom(f.IDENTITY)
         self._will: tuple[str, bytes] | None = None
         self._connection: Connection | None = self._connect(self.timeout, more=self._prompt)
         self._met = True

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import errno
 import json
-import secrets
+import os
 import socket
 import time
 from collections.abc import Iterator
@@ -108,7 +108,7 @@ class Host:
         with ExitStack() as undo:
             self.entry = _listen(StoreServer if server is None else _JobStore, host, port, None, deadline)
             undo.callback(self.entry.close)
-            self.server = server or _listen(_JobStore, host, 0, secrets.token_hex(16), deadline)
+            self.server = server or _listen(_JobStore, host, 0, os.urandom(16).hex(), deadline)
             if server is None:
                 # The server of an earlier call goes on without this entry.
                 undo.callback(self.server.close)

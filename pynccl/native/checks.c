@@ -419,12 +419,15 @@ static void pynccl_check_timed_out(pynccl_watch* w, int64_t waited, const pynccl
   pynccl_mark_awaited(w);
   pynccl_hear_all(w);
   if (pynccl_compare(w, &open) || !open || w->verdict.trouble || !w->listed) return;
-  const int late = open->round ? -1 : pynccl_end_of_chain(w, open);
+  int late = open->round ? -1 : pynccl_end_of_chain(w, open);
   if (late == w->rank) {
     pynccl_collect(w, open, table);
     pynccl_publish_table(w, table, 1);
     return;
   }
+  // The announcements may be newer than the time-out.
+  const int waited_for = open->round ? -1 : pynccl_end_of_waits(w, open->peer, 1);
+  if (waited_for >= 0) late = waited_for;
   pynccl_describe(&open->frame, what, sizeof what);
   pynccl_say_who_lacks(w, open, what, sizeof what);
   pynccl_say(what, sizeof what, " did not come within %g s", (double)waited / 1e9);

@@ -1,8 +1,8 @@
 // What every layer uses: the libraries' functions, the clock, text that is built up, arrays that grow.
 // Layers, from below: status, shim, library, internal, memory, segments, scan, kinds, names, call,
 // recorder, ring, dumps, comm, signals, watch, frames, lines, channel, markers, verdicts, checks, arrivals,
-// watchdog, recording, calls, python, open, fastcall, usual, module. A file includes only what is below it;
-// library.h and library.c are generated.
+// watchdog, recording, calls, python, open, fastcall, usual, hinting, module. A file includes only what is
+// below it; library.h and library.c are generated.
 #pragma once
 
 #include "library.h"

@@ -136,8 +136,9 @@ PyObject* pynccl_cffi_module(void);
 PyMODINIT_FUNC PyInit__native(void) {
   PyObject* self = pynccl_cffi_module();
   if (!self || PyModule_AddFunctions(self, functions)) return NULL;
-  if (!pynccl_usual_names() || PyModule_AddType(self, &pynccl_Call) ||
+  if (!pynccl_usual_names() || !pynccl_prepare_hinting() || PyModule_AddType(self, &pynccl_Call) ||
       PyModule_AddType(self, &pynccl_Template) || PyModule_AddType(self, &pynccl_Usual) ||
+      PyModule_AddType(self, &pynccl_Hinting) || PyModule_AddType(self, &pynccl_Method) ||
       PyType_Ready(&pynccl_Open))
     return NULL;
 #ifdef Py_GIL_DISABLED

@@ -1,8 +1,9 @@
-// What the files share that use Python's C API: open.c, fastcall.c, usual.c and module.c.
+// What the files share that use Python's C API: open.c, fastcall.c, usual.c, hinting.c and module.c.
 #pragma once
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#include <structmember.h>
 
 #include "calls.h"
 #include "internal.h"
@@ -26,8 +27,11 @@ typedef struct {
 
 extern PyTypeObject pynccl_Call, pynccl_Template;
 // usual.c; and the names of attributes that it looks up: 0 without memory.
-extern PyTypeObject pynccl_Usual;
+extern PyTypeObject pynccl_Usual, pynccl_Method;
 int pynccl_usual_names(void);
+// hinting.c, likewise.
+extern PyTypeObject pynccl_Hinting;
+int pynccl_prepare_hinting(void);
 
 // open.c: an open recording, and the functions that begin and end one.
 extern PyTypeObject pynccl_Open;

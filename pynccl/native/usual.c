@@ -16,7 +16,7 @@ typedef struct {
 } Usual;
 
 static PyObject *name_contiguous, *name_data, *name_device, *name_dtype, *name_ndim, *name_pointer,
-    *name_shape, *name_size;
+    *name_shape, *name_size, *name_usual;
 
 static int size_of(PyObject* object, PyObject* name, size_t* out) {
   PyObject* value = PyObject_GetAttr(object, name);
@@ -176,6 +176,110 @@ PyTypeObject pynccl_Usual = {
     .tp_dealloc = usual_dealloc,
 };
 
+// --- the method --------------------------------------------------------------------------------------------
+
+// A function of a class whose objects have its Usual as `_all_reduce`: a call with positional arguments takes
+// no Python frame.
+typedef struct {
+  PyObject_HEAD vectorcallfunc vectorcall;
+  PyObject* function;
+  PyObject* defaults;  // of recv, op and stream
+} Method;
+
+static PyObject* method_call(PyObject* callable, PyObject* const* args, size_t flags, PyObject* names) {
+  const Method* self = (Method*)callable;
+  const Py_ssize_t given = PyVectorcall_NARGS(flags);
+  if (given < 2 || given > 5 || names) return PyObject_Vectorcall(self->function, args, flags, names);
+  PyObject* usual = PyObject_GetAttr(args[0], name_usual);
+  if (!usual) return NULL;
+  PyObject* all[] = {args[1], NULL, NULL, NULL, Py_None, Py_True};
+  for (Py_ssize_t i = 2; i < 5; ++i)
+    all[i - 1] = i < given ? args[i] : PyTuple_GET_ITEM(self->defaults, i - 2);
+  PyObject* result = PyObject_Vectorcall(usual, all, 6, NULL);
+  Py_DECREF(usual);
+  return result;
+}
+
+static PyObject* method_get(PyObject* self, PyObject* object, PyObject* type) {
+  return object ? PyMethod_New(self, object) : Py_NewRef(self);
+}
+
+// Its name, signature and documentation are those of the function.
+static PyObject* method_getattro(PyObject* self, PyObject* name) {
+  PyObject* value = PyObject_GenericGetAttr(self, name);
+  if (value || !PyErr_ExceptionMatches(PyExc_AttributeError)) return value;
+  PyErr_Clear();
+  return PyObject_GetAttr(((Method*)self)->function, name);
+}
+
+static int method_setattro(PyObject* self, PyObject* name, PyObject* value) {
+  return PyObject_SetAttr(((Method*)self)->function, name, value);
+}
+
+static PyObject* method_new(PyTypeObject* type, PyObject* args, PyObject* names) {
+  PyObject* function;
+  if (!PyArg_ParseTuple(args, "O!", &PyFunction_Type, &function)) return NULL;
+  PyObject* defaults = PyFunction_GET_DEFAULTS(function);
+  if (!defaults || PyTuple_GET_SIZE(defaults) != 3)
+    return PyErr_Format(PyExc_TypeError, "expected a function with three defaults: recv, op and stream");
+  Method* self = (Method*)type->tp_alloc(type, 0);
+  if (!self) return NULL;
+  self->vectorcall = method_call;
+  self->function = Py_NewRef(function);
+  self->defaults = Py_NewRef(defaults);
+  return (PyObject*)self;
+}
+
+static int method_traverse(PyObject* object, visitproc visit, void* arg) {
+  Py_VISIT(((Method*)object)->function);
+  Py_VISIT(((Method*)object)->defaults);
+  return 0;
+}
+
+static int method_clear(PyObject* object) {
+  Py_CLEAR(((Method*)object)->function);
+  Py_CLEAR(((Method*)object)->defaults);
+  return 0;
+}
+
+static void method_dealloc(PyObject* object) {
+  PyObject_GC_UnTrack(object);
+  method_clear(object);
+  Py_TYPE(object)->tp_free(object);
+}
+
+static PyObject* method_doc(PyObject* self, void* unused) {
+  return PyObject_GetAttrString(((Method*)self)->function, "__doc__");
+}
+
+static PyGetSetDef method_properties[] = {
+    {"__doc__", method_doc, NULL, NULL, NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyMemberDef method_members[] = {
+    {"__wrapped__", T_OBJECT, offsetof(Method, function), READONLY, NULL},
+    {NULL, 0, 0, 0, NULL},
+};
+
+PyTypeObject pynccl_Method = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "pynccl._native.Method",
+    .tp_basicsize = sizeof(Method),
+    .tp_flags =
+        Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_METHOD_DESCRIPTOR,
+    .tp_vectorcall_offset = offsetof(Method, vectorcall),
+    .tp_call = PyVectorcall_Call,
+    .tp_descr_get = method_get,
+    .tp_getattro = method_getattro,
+    .tp_setattro = method_setattro,
+    .tp_members = method_members,
+    .tp_getset = method_properties,
+    .tp_new = method_new,
+    .tp_traverse = method_traverse,
+    .tp_clear = method_clear,
+    .tp_dealloc = method_dealloc,
+};
+
 int pynccl_usual_names(void) {
   return (name_contiguous = PyUnicode_InternFromString("_c_contiguous")) &&
          (name_data = PyUnicode_InternFromString("data")) &&
@@ -184,5 +288,6 @@ int pynccl_usual_names(void) {
          (name_ndim = PyUnicode_InternFromString("ndim")) &&
          (name_pointer = PyUnicode_InternFromString("ptr")) &&
          (name_shape = PyUnicode_InternFromString("shape")) &&
-         (name_size = PyUnicode_InternFromString("size"));
+         (name_size = PyUnicode_InternFromString("size")) &&
+         (name_usual = PyUnicode_InternFromString("_all_reduce"));
 }

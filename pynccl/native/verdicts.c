@@ -406,9 +406,7 @@ static void pynccl_say_awaited(pynccl_verdict* v) {
 void pynccl_explain(pynccl_watch* w, const char* what, const int* awaited, int count, int heard,
                     pynccl_verdict* v) {
   *v = (pynccl_verdict){0};
-  int marked = 0;
-  for (int r = 0; r < w->size; ++r) marked |= heard && w->peers[r].awaited;
-  if (!marked) pynccl_mark_awaited(w);
+  if (!heard) pynccl_mark_awaited(w);
   pynccl_say(v->text, sizeof v->text, "%s", what);
   for (int r = 0; r < w->size; ++r) {
     const pynccl_peer* p = &w->peers[r];

@@ -421,6 +421,36 @@ def test_the_late_rank_is_named_for_which_others_wait(
     assert results == [None if rank == late else [late] for rank in range(4)]
 
 
+def comes_after_the_time_out(rank: int, nranks: int, seconds: float) -> list[int] | None:
+    """The last rank comes while the others hear who is late; rank 0 waits for it through all others."""
+    comm = pynccl.init(timeout=1)
+    x, y = np.ones(100), np.zeros(100)
+    together(nranks)
+    if rank == nranks - 1:
+        time.sleep(1 + seconds)
+    ranks = None
+    try:
+        if rank < nranks - 1:
+            comm.recv(y, rank + 1)
+        if rank:
+            comm.send(x, rank - 1)
+        comm.barrier()
+    except NcclTimeoutError as error:
+        ranks = error.ranks
+    together(nranks, "over")
+    comm.abort()
+    return ranks
+
+
+@pytest.mark.parametrize("check", ["1", pytest.param("", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seconds", [0.25, *(pytest.param(s, marks=pytest.mark.slow) for s in (0.2, 0.3))])
+def test_a_rank_that_comes_after_the_time_out_was_late(seconds: float, check: str) -> None:
+    env = {"PYNCCL_CHECK": check}
+    named = run(4, comes_after_the_time_out, seconds, backend="cpu", env=env, timeout=40)
+    # Where the machine is slow, the others hear it in time.
+    assert {tuple(ranks) for ranks in named if ranks is not None} <= {(3,)}
+
+
 def waits_in_a_child(rank: int, nranks: int) -> list[int] | None:
     """Rank 0 is late; rank 1 waits for it on another communicator."""
     with pynccl.init(timeout=1.5) as comm, comm.split(0) as child:

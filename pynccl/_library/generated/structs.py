@@ -16,7 +16,7 @@ class Team(NamedTuple):
     stride: int
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False, repr=False)
 class Config(Struct):
     """Hold a communicator's options; None leaves one at the library's default."""
 
@@ -72,7 +72,7 @@ class Config(Struct):
     nvlsHostMode: int | None = None
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False, repr=False)
 class CollConfig(Struct):
     """Hold one collective's options; None leaves one at the library's default."""
 
@@ -102,7 +102,7 @@ class CollConfig(Struct):
     launchCompletionEvent: int | None = None
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False, repr=False)
 class EncryptionConfig(Struct):
     """Say how NCCL encrypts its connections."""
 
@@ -116,7 +116,7 @@ class EncryptionConfig(Struct):
     psk: str | None = None
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False, repr=False)
 class SimInfo(Struct):
     """Hold what a simulated group would take."""
 
@@ -128,7 +128,7 @@ class SimInfo(Struct):
     estimatedTime: float | None = -1.0
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False, repr=False)
 class CommProperties(Struct):
     """Hold what a communicator can do; None is what the loaded library does not tell."""
 
@@ -175,7 +175,7 @@ class CommProperties(Struct):
     cftCountedSupport: bool | None = None
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False, repr=False)
 class DevCommRequirements(Struct):
     """Hold what a device communicator must have; ncclDevCommCreate sets the two lists."""
 
