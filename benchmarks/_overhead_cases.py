@@ -33,10 +33,10 @@ _BY_HAND = (
 )
 
 OWN = "the library's own time"
+CLOCK = "a reading of the clock, which the recorder makes for each call"
 LOOP = "an empty statement"
 CFFI = "cffi, the bare call"
 IN_PLACE, INTO = "pynccl: all_reduce(a)", "pynccl: all_reduce(a, b)"
-WITHOUT_WAIT = "pynccl, a method without wait=: all_reduce(a)"
 STREAM = "pynccl: all_reduce(a, b, stream=stream)"
 PREPARED, PLANNED = "pynccl: a prepared call", f"pynccl: a plan of {PLAN}"
 GROUPED, GROUPED_PREPARED = f"pynccl: group of {GROUP} calls", f"pynccl: group of {GROUP} prepared calls"
@@ -56,12 +56,12 @@ _PLAN_CALLS = {"ncclAllReduce": PLAN, "ncclGroupStart": 1, "ncclGroupEnd": 1}
 
 CASES = (
     Case(OWN, "library", f"repeat({PLAN})", PLAN, {"ncclAllReduce": PLAN}),
+    Case(CLOCK, "library", f"read_clock({PLAN})", PLAN, {"ncclAllReduce": 0}),
     Case(LOOP, "library", "pass", 1, {"ncclAllReduce": 0}),
     Case(CFFI, "cffi", "lib.ncclAllReduce(p, q, n, 7, 0, handle, 0)"),
     # Each with the recorder on right behind the same without: their difference is smaller than what a machine
     # drifts in a while.
     Case(IN_PLACE, "pynccl", "comm.all_reduce(a)"),
-    Case(WITHOUT_WAIT, "pynccl", "without_wait.all_reduce(a)"),
     Case(IN_PLACE_ON, "recorder", "traced.all_reduce(a)"),
     Case(INTO, "pynccl", "comm.all_reduce(a, b)"),
     Case(INTO_ON, "recorder", "traced.all_reduce(a, b)"),
@@ -172,8 +172,6 @@ def targets(samples: Samples, import_ms: float | None) -> list[Target]:
     ]
     costs = [(PREPARED_ON, PREPARED), (IN_PLACE_ON, IN_PLACE), (INTO_ON, INTO), (GROUPED_ON, GROUPED)]
     found += [Target(on, off, "ns above", 15, above(samples, on, off)) for on, off in costs]
-    # What the argument costs those who do not pass it: Python tests it once.
-    found.append(Target(IN_PLACE, WITHOUT_WAIT, "ns above", 30, above(samples, IN_PLACE, WITHOUT_WAIT)))
     found.append(Target(PLANNED, OWN, "ns above", 5, above(samples, PLANNED, OWN)))
     found.append(Target("import pynccl", "numpy's and cffi's import", "ms beyond", 50, import_ms))
     return found

@@ -66,6 +66,14 @@ def source() -> str:
         "  __typeof__(&ncclAllReduce) volatile function = ncclAllReduce;\n"
         "  while (count--) function(0, 0, 0, ncclFloat32, ncclSum, (ncclComm_t)&object, 0);\n}"
     )
+    # The recorder's clock (native/ring.h): a virtual machine may make it slow.
+    parts.append(
+        "#if defined(__x86_64__)\n#define TICKS __builtin_ia32_rdtsc()\n#else\n"
+        '#define TICKS ({ long t; __asm__ volatile("mrs %0, cntvct_el0" : "=r"(t)); t; })\n#endif\n'
+        "void null_clock(long count) {\n"
+        "  volatile unsigned long long ticks;\n"
+        "  while (count--) ticks = TICKS;\n  (void)ticks;\n}"
+    )
     return "\n".join(parts) + "\n"
 
 
@@ -94,9 +102,10 @@ class Counter:
 
     def __init__(self, library: str) -> None:
         loaded = ctypes.CDLL(library)
-        self._calls, self.repeat = loaded.null_calls, loaded.null_repeat
+        self._calls, self.repeat, self.read_clock = loaded.null_calls, loaded.null_repeat, loaded.null_clock
         self._calls.restype, self._calls.argtypes = ctypes.c_ulonglong, [ctypes.c_char_p]
-        self.repeat.restype, self.repeat.argtypes = None, [ctypes.c_long]
+        for function in (self.repeat, self.read_clock):
+            function.restype, function.argtypes = None, [ctypes.c_long]
 
     def __call__(self, function: str) -> int:
         """Return the number of calls of a function so far."""

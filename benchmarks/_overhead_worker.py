@@ -49,28 +49,13 @@ def pynccl(names: dict[str, Any], stack: ExitStack) -> dict[str, str]:
     assert info.path == names["library"], f"pynccl took {info.path}, not {names['library']}"
     os.environ["PYNCCL_TRACE_SIZE"] = "0"
     comm = pynccl.Communicator(RANKS, bytes(128), 0)
-    without_wait = communicator_without_wait()
     del os.environ["PYNCCL_TRACE_SIZE"]
     assert not comm.trace()
     stack.callback(comm.destroy)
-    stack.callback(without_wait.destroy)
     op = comm.prepare.all_reduce(names["a"])
     plan = pynccl.Plan([op] * 1000)
-    names |= {"pynccl": pynccl, "comm": comm, "op": op, "plan": plan, "without_wait": without_wait}
+    names |= {"pynccl": pynccl, "comm": comm, "op": op, "plan": plan}
     return {"pynccl": pynccl.__version__, "how pynccl found the library": info.how}
-
-
-def communicator_without_wait() -> Any:
-    """Return one whose all_reduce has no `wait`: to see what the argument costs those who do not pass it."""
-    import pynccl
-
-    class WithoutWait(pynccl.Communicator):
-        def all_reduce(  # type: ignore[override]
-            self, send: Any, recv: Any = None, op: Any = "sum", stream: Any = None, *, config: Any = None
-        ) -> Any:
-            return self._all_reduce(send, recv, op, stream, config, True)
-
-    return WithoutWait(RANKS, bytes(128), 0)
 
 
 def recorder(names: dict[str, Any], stack: ExitStack) -> dict[str, str]:
@@ -223,7 +208,7 @@ def main() -> None:
     cases = [case for case in (DRIVER_CASES if options["driver"] else CASES) if case.name in options["cases"]]
     counter = Counter(options["library"])
     names: dict[str, Any] = {"library": options["library"], "counter": counter}
-    names |= {"repeat": counter.repeat}
+    names |= {"repeat": counter.repeat, "read_clock": counter.read_clock}
     versions: dict[str, str] = {}
     with ExitStack() as stack, warnings.catch_warnings():
         warnings.simplefilter("ignore")
