@@ -22,17 +22,21 @@ TRANSPORTS = ["direct", "shm", "shown", "tcp", "threads", "mixed", "hosts", "fla
 MANY = [5, 7, 16, 17, 33]
 NO_HEADERS = {"PYNCCL_CPU_INLINE_BYTES": "0"}
 IN_PAIRS = NO_HEADERS | {"PYNCCL_CPU_SHOWN_BYTES": "0"}
+# In pieces of at most so many bytes.
+IN_PIECES = NO_HEADERS | {"PYNCCL_CPU_SHOWN_BYTES": "65536"}
 FORCES: dict[str, dict[str, str]] = {
     "chosen": {},
     "shown": NO_HEADERS,
     "not shown": {"PYNCCL_CPU_SHOWN_BYTES": "0"},
     "pairs": IN_PAIRS,
+    "pieces": IN_PIECES,
     "hosts": NO_HEADERS,
     "flat": IN_PAIRS | {"PYNCCL_CPU_BY_HOSTS": "0"},
 }
 ONE_HOST, SEVERAL_HOSTS = ("direct", "shm"), ("scattered", "tcp")
 PLACES = [
     *((layout, force) for layout in ONE_HOST for force in ("chosen", "shown", "not shown", "pairs")),
+    ("shm", "pieces"),
     *((layout, force) for layout in SEVERAL_HOSTS for force in ("chosen", "hosts", "flat")),
 ]
 

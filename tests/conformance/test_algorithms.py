@@ -58,6 +58,7 @@ COLLECTIVES = {
     "gather": "Gather",
     "scatter": "Scatter",
 }
+CUT = {"all_reduce", "broadcast", "all_gather", "reduce_scatter"}
 # What each rank sends to all others together comes with the headers only if it has at most so many bytes.
 AREA = 1 << 20
 
@@ -93,9 +94,12 @@ def traced(
 
 @pytest.mark.parametrize("hosts", [1, 2, 4])
 @pytest.mark.parametrize("inline", [0, 1024, 200_000])
-@pytest.mark.parametrize("by_hosts", [True, False])
-def test_the_trace_says_what_the_log_says(tmp_path: Path, hosts: int, inline: int, by_hosts: bool) -> None:
+@pytest.mark.parametrize(("by_hosts", "direct"), [(True, True), (False, True), (True, False)])
+def test_the_trace_says_what_the_log_says(
+    tmp_path: Path, hosts: int, inline: int, by_hosts: bool, direct: bool
+) -> None:
     env = {"PYNCCL_CPU_INLINE_BYTES": str(inline), "PYNCCL_CPU_BY_HOSTS": str(int(by_hosts))}
+    env |= {"PYNCCL_CPU_DIRECT": str(int(direct))}
     for log, dump, records in testing.run(4, traced, str(tmp_path), hosts, inline, backend="cpu", env=env):
         used = {(name, int(count)): how for name, count, _, how in LINE.findall(Path(log).read_text())}
         shown = [record for record in records if record.call in COLLECTIVES and record.count]
@@ -107,6 +111,8 @@ def test_the_trace_says_what_the_log_says(tmp_path: Path, hosts: int, inline: in
             # Data that a host's ranks show are handled as small data are, but for all_reduce.
             number = 2 + (call == "all_reduce" and bool(inline)) if hosts == 1 else 1 + bool(inline)
             assert len({record.algorithm for record in shown if record.call == call}) == number
+        cut = {record.call for record in shown if record.algorithm == "pieces"}
+        assert cut == (CUT if hosts == 1 and not direct else set())
         others = [record for record in records if record not in shown]
         assert {record.algorithm for record in others} == {None}
         assert {"init", "all_reduce", "send", "recv", "barrier"} == {record.call for record in others}

@@ -11,6 +11,7 @@ from .ranks import Pool
 
 QUICK = {
     (7, "direct", "chosen"),
+    (7, "shm", "pieces"),
     (7, "scattered", "hosts"),
 }
 SLOW = {(7, *place) for place in PLACES} | {(17, "scattered", force) for force in ("chosen", "hosts", "flat")}

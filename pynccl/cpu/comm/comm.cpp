@@ -205,6 +205,7 @@ Step Comm::advance(Batch& batch) {
     if (s == Step::Failed) return s;
     moved = moved || s != Step::Blocked;
     if (s != Step::Done) break;
+    coll_seq_ = coll_.seq();
     if (++batch.at < batch.colls.size()) coll_.start(batch.colls[batch.at], ++coll_seq_);
   }
   if (!p2p_.done()) {
@@ -520,6 +521,7 @@ void Comm::open() {
   context_.inline_bytes = session.inline_bytes;
   context_.shown_bytes = session.shown_bytes;
   context_.board_bytes = session.board_bytes;
+  context_.staged = session.staged;
   context_.block_bytes = session.block_bytes;
   context_.cell = session.cell();
   if (segment()) context_.board = segment()->board(session.local_index());

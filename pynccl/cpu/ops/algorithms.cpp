@@ -21,8 +21,11 @@ Part part(const Call& c, int from, int to) { return part_for(c.func, c.root, c.b
 // Where the part of rank `from` goes in the receive buffer.
 size_t slot(const Call& c, int from) {
   bool one_each = c.func == Func::AllGather || c.func == Func::AlltoAll || c.func == Func::Gather;
-  return one_each ? size_t(from) * c.bytes() : 0;
+  return one_each ? size_t(from) * c.stride : 0;
 }
+
+// Where a part begins in the send buffer of this rank.
+size_t place(const Call& c, Part part) { return part.offset == 0 ? 0 : part.offset / c.bytes() * c.stride; }
 
 // Visits the peers; each rank begins with another one.
 template <class F>
@@ -32,16 +35,16 @@ void each_peer(const Call& c, F&& visit) {
 
 // All data is here already.
 void local(const Call& c, Schedule* s) {
-  auto input = [&](int p, size_t offset) { return p == c.rank ? send_of(p, offset) : payload_of(p, 0); };
+  auto input = [&](int p, Part in) { return p == c.rank ? send_of(p, place(c, in)) : payload_of(p, 0); };
   if (!reduces(c.func)) {
     for (int p = 0; p < c.nranks; ++p)
       if (Part in = part(c, p, c.rank); in.bytes)
-        s->copy(input(p, in.offset), recv_of(c.rank, slot(c, p)), in.bytes);
+        s->copy(input(p, in), recv_of(c.rank, slot(c, p)), in.bytes);
     return;
   }
   Part mine = part(c, c.rank, c.rank);
   if (mine.bytes == 0) return;
-  for (int p = 0; p < c.nranks; ++p) s->inputs.push_back(input(p, mine.offset));
+  for (int p = 0; p < c.nranks; ++p) s->inputs.push_back(input(p, mine));
   s->reduce(recv_of(c.rank, 0), mine.bytes);
 }
 
@@ -221,6 +224,7 @@ bool shown_by_all(const CallKind& c) { return c.nranks > 1 && c.payloads && !c.f
 bool across_hosts(const CallKind& c, Func func) { return c.func == func && goes_by_hosts(func, *c.layout); }
 
 const Algorithm kAlgorithms[] = {
+    {"pieces", [](const CallKind& c) { return c.cut; }, nullptr},
     {"shown shares", [](const CallKind& c) { return shown_by_all(c) && c.func == Func::AllReduce; },
      reduce_shown},
     {"local", [](const CallKind& c) { return c.payloads || c.nranks == 1; }, local},

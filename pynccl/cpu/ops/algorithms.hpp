@@ -13,6 +13,7 @@ struct CallKind {
   int nranks;
   bool payloads;  // the data came with the headers
   bool few;       // so few bytes that each rank may compute all of a result
+  bool cut;       // the data come with the headers of pieces
   const Layout* layout;
 };
 
@@ -20,6 +21,7 @@ struct CallKind {
 struct Call : CallKind {
   int root;
   size_t count, item;  // elements, and the size of one
+  size_t stride;       // bytes from the block of one rank to that of the next
   int rank;
   std::vector<char> direct;  // by rank: the pair uses each other's buffers
   size_t bytes() const { return count * item; }

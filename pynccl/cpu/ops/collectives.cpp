@@ -14,6 +14,8 @@ void Coll::start(const Op& op, uint64_t seq) {
   lent_.assign(size_t(context_.nranks), 0);
   if (registered_) offer_registered();
   matching_.start(op_, seq, windows_ ? windows_->id() : 0, lent_);
+  header_ = matching_.mine();
+  is_cut_ = false;
   phase_ = Phase::Matching;
 }
 
@@ -22,20 +24,55 @@ Step Coll::step() {
   if (matched) {
     Step s = matching_.step();
     if (s != Step::Done) return s;
-    find_mapped();
-    plan();
-    executor_.start(op_, schedule_, near_);
-    phase_ = Phase::Moving;
     underway_.store(true, std::memory_order_relaxed);
+    if (!is_cut_) find_mapped();
+    if (!is_cut_ && large_ && cuts(context_, op_.func) && !matching_.lent_by_any()) {
+      cut();
+      return Step::Moved;
+    }
+    const Op& op = is_cut_ ? piece_ : op_;
+    plan(op);
+    executor_.start(op, schedule_, near_);
+    phase_ = Phase::Moving;
   }
   Step s = executor_.step();
+  if (s == Step::Done && is_cut_ && piece_at_ + piece_.count < op_.count) {
+    piece_at_ += piece_.count;
+    start_piece();
+    return Step::Moved;
+  }
   if (s == Step::Done) {
     windows_ = registered_ = nullptr;
-    if (large_ && context_.finished) context_.finished(seq());
+    if (large_ && context_.finished) context_.finished(header_.seq);
     phase_ = Phase::Idle;
     underway_.store(false, std::memory_order_relaxed);
   }
   return matched && s == Step::Blocked ? Step::Moved : s;
+}
+
+void Coll::cut() {
+  if (piece_.func != op_.func || cut_bytes_ != op_.bytes())
+    tell(op_, algorithm_for(kind(op_.func, op_.bytes())));
+  is_cut_ = true;
+  cut_bytes_ = op_.bytes();
+  piece_ = op_;
+  piece_.stride = op_.bytes();
+  // Equal pieces, but for the last; each begins with a cache line if the buffers do.
+  size_t item = type_size(op_.dtype), most = most_with_header(context_, op_.func);
+  size_t number = (op_.bytes() + most - 1) / most;
+  size_t line = kCacheLine / item;
+  piece_.count = std::min(most / kCacheLine * line, align_up((op_.count + number - 1) / number, line));
+  piece_at_ = 0;
+  start_piece();
+}
+
+void Coll::start_piece() {
+  size_t at = piece_at_ * type_size(op_.dtype);
+  piece_.count = std::min(piece_.count, op_.count - piece_at_);
+  piece_.send = op_.send ? static_cast<const char*>(op_.send) + at : nullptr;
+  piece_.recv = op_.recv ? static_cast<char*>(op_.recv) + at : nullptr;
+  matching_.start_piece(piece_, seq() + 1);
+  phase_ = Phase::Matching;
 }
 
 void Coll::offer_registered() {
@@ -104,27 +141,33 @@ bool Coll::reach_each_other(int peer) const {
 }
 
 // Programs repeat their calls: reuse the last schedule if it fits.
-void Coll::plan() {
-  size_t item = type_size(op_.dtype);
+void Coll::plan(const Op& op) {
+  size_t item = type_size(op.dtype), stride = op.stride ? op.stride : op.bytes();
   direct_.resize(size_t(context_.nranks));
   for (int p = 0; p < context_.nranks; ++p)
     direct_[size_t(p)] = p != context_.rank && (context_.link(p).direct() || reach_each_other(p));
-  if (planned_ && call_.func == op_.func && call_.root == op_.root && call_.count == op_.count &&
-      call_.item == item && call_.direct == direct_)
+  if (planned_ && call_.func == op.func && call_.root == op.root && call_.count == op.count &&
+      call_.item == item && call_.stride == stride && call_.direct == direct_)
     return;
   planned_ = false;
-  call_ = Call{kind(op_.func, op_.bytes()), op_.root, op_.count, item, context_.rank, direct_};
+  call_ = Call{kind(op.func, op.bytes()), op.root, op.count, item, stride, context_.rank, direct_};
+  call_.cut = false;  // here a piece runs, or a call that is not cut since a rank lends memory
   schedule_.clear();
   const Algorithm& chosen = algorithm_for(call_);
-  log(Level::Info, "%s of %zu elements of %zu B: algorithm \"%s\", %d ranks on %zu hosts",
-      func_name(call_.func), call_.count, call_.item, chosen.name, call_.nranks, call_.layout->hosts.size());
+  if (!is_cut_) tell(op, chosen);
   chosen.plan(call_, &schedule_);
   planned_ = true;
 }
 
+void Coll::tell(const Op& op, const Algorithm& chosen) const {
+  log(Level::Info, "%s of %zu elements of %zu B: algorithm \"%s\", %d ranks on %zu hosts", func_name(op.func),
+      op.count, type_size(op.dtype), chosen.name, context_.nranks, context_.layout.hosts.size());
+}
+
 CallKind Coll::kind(Func func, size_t bytes) const {
   bool payloads = bytes <= most_with_header(context_, func);
-  return {func, context_.nranks, payloads, bytes <= context_.inline_bytes, &context_.layout};
+  bool cut = !payloads && cuts(context_, func);
+  return {func, context_.nranks, payloads, bytes <= context_.inline_bytes, cut, &context_.layout};
 }
 
 Choice Coll::choice(Func func, size_t bytes) const {
@@ -136,9 +179,9 @@ Choice Coll::choice(Func func, size_t bytes) const {
 }
 
 std::vector<int> Coll::missing() const {
-  return phase_ == Phase::Matching ? matching_.missing() : std::vector<int>();
+  return phase_ == Phase::Matching && !is_cut_ ? matching_.missing() : std::vector<int>();
 }
 
-std::string Coll::str() const { return matching_.mine().str() + " #" + std::to_string(matching_.number()); }
+std::string Coll::str() const { return header_.str() + " #" + std::to_string(matching_.number()); }
 
 }  // namespace pncpu

@@ -31,7 +31,10 @@ class Coll {
   bool underway() const { return underway_.load(std::memory_order_relaxed); }
 
  private:
-  void plan();
+  void plan(const Op& op);
+  void cut();
+  void start_piece();
+  void tell(const Op& op, const Algorithm& chosen) const;
   CallKind kind(Func func, size_t bytes) const;
   void find_mapped();
   void offer_registered();
@@ -45,7 +48,11 @@ class Coll {
   const Context& context_;
   Matching matching_;
   Executor executor_;
-  Op op_;
+  Op op_, piece_;         // the call, and its part that runs now if it is cut
+  size_t piece_at_ = 0;   // where that is in the call, in elements
+  size_t cut_bytes_ = 0;  // of the last call that was cut
+  Header header_;         // of the call
+  bool is_cut_ = false;
   Call call_{};  // the call of the schedule
   Schedule schedule_;
   std::vector<char> direct_;                              // Call::direct of the running call

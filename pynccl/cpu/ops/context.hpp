@@ -20,6 +20,7 @@ struct Context {
   // others of its host up to the second, if there is no other host.
   size_t inline_bytes = 0, shown_bytes = 0;
   size_t board_bytes = 0;    // of the smallest Board
+  bool staged = false;       // all ranks are on one host, and none uses another's memory
   size_t block_bytes = 0;    // reduced at a time; a multiple of every datatype's size
   std::vector<Link*> links;  // by rank; nullptr for this one
   mutable PipeNews news;     // of the links' pipes

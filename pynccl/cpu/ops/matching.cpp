@@ -42,6 +42,14 @@ size_t most_with_header(const Context& context, Func func) {
   return std::min(std::max(context.inline_bytes, shown), board);
 }
 
+bool cuts(const Context& context, Func func) {
+  // A pipe copies each byte twice for each rank that gets it: for one rank that is no more than on a board.
+  bool for_several = func == Func::Broadcast || func == Func::AllGather;
+  bool faster = func == Func::AllReduce || func == Func::ReduceScatter || (for_several && context.nranks > 2);
+  return faster && context.staged &&
+         most_with_header(context, func) >= std::max(context.inline_bytes + 1, kCacheLine);
+}
+
 namespace {
 
 // How many bytes of the send buffer of `rank` the other ranks need: the root, or the last of them.
@@ -101,6 +109,28 @@ Step Matching::step() {
   return heard == Step::Done && passed ? Step::Done : context_.blocked(kColl);
 }
 
+void Matching::start_piece(const Op& piece, uint64_t seq) {
+  start(piece, seq, 0, std::vector<uint32_t>(size_t(context_.nranks)));
+  ++uncounted_;
+}
+
+bool Matching::lent_by_any() const {
+  for (const Peer& peer : peers_)
+    if (peer.header.windows || peer.header.payload) return true;
+  return lends_;
+}
+
+// Copies what the other ranks need of a send buffer.
+void Matching::fill(char* data, size_t bytes) const {
+  const char* from = static_cast<const char*>(op_->send);
+  size_t block = op_->bytes();
+  if (bytes <= block || !op_->stride) {
+    if (bytes) memcpy(data, from, bytes);
+    return;
+  }
+  for (size_t at = 0; at < bytes; at += block, from += op_->stride) memcpy(data + at, from, block);
+}
+
 // True: the ranks of this host see the header from now on.
 bool Matching::show() {
   if (shown_ || !context_.board) return false;
@@ -109,7 +139,7 @@ bool Matching::show() {
   if (mine_.is_inline) {
     header.payload = uint32_t(needed_of(*op_, context_.rank, context_.nranks));
     data = context_.board.data(mine_.seq, header.payload);
-    if (header.payload) memcpy(data, op_->send, header.payload);
+    fill(data, header.payload);
     peers_[size_t(context_.rank)].payload = data;
   } else if (lends_) {
     header.payload = uint32_t(context_.nranks);

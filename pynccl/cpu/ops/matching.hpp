@@ -20,6 +20,9 @@ Step check_header(const Context& context, int from, const Header& theirs, uint64
 // The data of a collective comes with its headers if its Op::bytes() are at most these. The answer is the
 // same on all ranks.
 size_t most_with_header(const Context& context, Func func);
+// Whether larger calls of a function are cut into pieces of that size, if no rank lends memory: what all show
+// on a board is copied less often than what goes through the pipes of pairs.
+bool cuts(const Context& context, Func func);
 
 // What a rank passes on of another one; the data follow.
 struct Passed {
@@ -34,6 +37,10 @@ class Matching {
   explicit Matching(const Context& context) : context_(context) {}
   // `op` must live until the end. `lent`, by rank: Header::lent.
   void start(const Op& op, uint64_t seq, uint64_t windows, const std::vector<uint32_t>& lent);
+  // The same for a piece of the call before, which programs do not count.
+  void start_piece(const Op& piece, uint64_t seq);
+  // Whether a rank has windows open, or lends registered memory to another one: all ranks know it.
+  bool lent_by_any() const;
   // Done: all ranks have made the same call. Failed: the communicator has failed.
   Step step();
   const Header& mine() const { return mine_; }
@@ -56,6 +63,7 @@ class Matching {
     size_t awaited = 0;             // headers that it is to pass on to this rank
   };
   bool show();
+  void fill(char* data, size_t bytes) const;
   bool pass_on();
   size_t pack(const Routes::Way& way, size_t at);
   Step hear();

@@ -50,6 +50,7 @@ struct Op {
   uint64_t number = 0;  // counts the collectives; or the sends, receives or signals to the peer, from 1
   const void* scalar_at = nullptr;  // ncclScalarDevice: read when the operation runs
   std::shared_ptr<OneSidedCall> one_sided;
+  size_t stride = 0;  // bytes from the block of one rank to that of the next, if not bytes()
   size_t bytes() const { return count * type_size(dtype); }
 };
 

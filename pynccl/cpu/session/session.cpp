@@ -743,7 +743,10 @@ ncclResult_t Session::finish() {
           hear(Tags(size_t(nranks)), everyone(), settings_, &all, "setting up", deadline_, seconds);
       r != ncclSuccess)
     return r;
+  // Whether rank q has access to the memory of rank p.
+  auto reads = [&](int p, int q) { return all[size_t(p)].data[sizeof(Settings) + size_t(q)]; };
   bool direct = false;
+  staged = hosts_ == 1;
   for (int q = 0; q < nranks; ++q) {
     const Blob& theirs = all[size_t(q)];
     if (theirs.size != settings_.size)
@@ -758,8 +761,8 @@ ncclResult_t Session::finish() {
     shown_bytes = std::min(shown_bytes, size_t(settings.shown_bytes));
     board_bytes = std::min(board_bytes, size_t(settings.board_bytes));
     by_hosts = by_hosts && settings.by_hosts;
-    if (!settings_.data[sizeof settings + size_t(q)] || !theirs.data[sizeof settings + size_t(rank)])
-      peer(q).link.memory.reset();
+    if (!reads(rank, q) || !reads(q, rank)) peer(q).link.memory.reset();
+    for (int p = 0; p < q; ++p) staged = staged && !(reads(p, q) && reads(q, p));
     direct = direct || peer(q).link.direct();
   }
   log(Level::Info, "rank %d of %d: %d ranks on this host, %d hosts, %s", rank, nranks, local_count_, hosts_,

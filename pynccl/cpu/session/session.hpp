@@ -80,8 +80,9 @@ class Session : private DataLinks::Owner {
   int rank = 0, nranks = 0;
   uint64_t hash = 0;
   size_t inline_bytes, shown_bytes, board_bytes, block_bytes,
-      ring_bytes;  // equal on every rank once connected
-  bool by_hosts;   // the same; see Layout
+      ring_bytes;       // equal on every rank once connected
+  bool by_hosts;        // the same; see Layout
+  bool staged = false;  // the same; see Context
   // Of one-sided calls, and equal, too; the signals are those of one context.
   int contexts = 1, signals = 1;
   std::atomic<bool> left{false};  // this rank has said that it leaves
