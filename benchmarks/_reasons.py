@@ -91,6 +91,12 @@ REASONS = (
         lambda miss: miss.setting == "tcp" and miss.row.nbytes <= (MIB if miss.row.ranks > 8 else 64 * KIB),
     ),
     Reason(
+        "chain",
+        "Large data pass from host to host, so that each sends them once over its link. Here each step waits "
+        "for a process to be scheduled. A tree was tried: with 8 ranks 0.92 in place of 0.80.",
+        lambda miss: miss.setting == "tcp" and miss.row.op == "broadcast" and miss.row.nbytes <= MIB,
+    ),
+    Reason(
         "cores",
         "All ranks of all hosts share two cores: the link is idle while a rank waits for a core.",
         lambda miss: miss.on_links and miss.row.ranks > 4 and miss.row.nbytes <= MIB,

@@ -52,8 +52,7 @@ class Struct:
         return self._values() == other._values() if type(other) is type(self) else NotImplemented
 
     def __repr__(self) -> str:
-        defaults = {field.name: field.default for field in fields(self)}  # type: ignore[arg-type]
-        set_to = {name: value for name, value in self._values().items() if value != defaults[name]}
+        set_to = {name: value for name, value in self._values().items() if value is not None}
         texts = (f"{name}={'...' if name in _SECRET else repr(value)}" for name, value in set_to.items())
         return f"{type(self).__name__}({', '.join(texts)})"
 
