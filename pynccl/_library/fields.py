@@ -135,11 +135,12 @@ def _is_numpy_bool(value: Any) -> bool:
 def _require_kind(struct: str, field: Field[Any], value: Any) -> None:
     """Raise TypeError unless the value has the type of the field's annotation, such as `int | None`."""
     kind = str(field.type).partition(" ")[0]
+    text = "..." if field.name in _SECRET else shown(value)
     fits = value is None or isinstance(value, _FITTING.get(kind, object))
     if not fits and not (kind == "int" and _is_numpy_bool(value)):
-        raise TypeError(f"{struct}.{field.name} is {shown(value)}; expected {_KINDS[kind]}, or None")
+        raise TypeError(f"{struct}.{field.name} is {text}; expected {_KINDS[kind]}, or None")
     if isinstance(value, str) and "\0" in value:
-        raise ValueError(f"{struct}.{field.name} is {shown(value)}; expected a str without a NUL character")
+        raise ValueError(f"{struct}.{field.name} is {text}; expected a str without a NUL character")
 
 
 def _size(struct: str, last: str) -> int:

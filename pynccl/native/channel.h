@@ -70,6 +70,7 @@ typedef struct pynccl_peer {
   // for a rank that waits for nobody.
   int awaits;
   int awaited, before;   // see pynccl_mark_awaited
+  int lacks;             // see pynccl_find_lacking
   int64_t owes;          // since when it has not answered a question, by the same clock; 0: it has
   uint64_t seen;         // the number of its last flooded frame
   uint64_t posted, got;  // the serials of the last frames posted to it, and by it and taken in order

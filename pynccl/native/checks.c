@@ -359,12 +359,19 @@ static int pynccl_lacks(const pynccl_watch* w, const pynccl_said* s, int rank) {
   return rank != w->rank && !(pynccl_told(w, rank) && w->told[rank].number == s->round);
 }
 
-// Name the ranks that have not announced the counterpart.
-static void pynccl_say_who_lacks(const pynccl_watch* w, const pynccl_said* s, char* text, size_t size) {
+// Note these ranks. If there are none any more, those of the time before were late.
+static void pynccl_find_lacking(pynccl_watch* w, const pynccl_said* s) {
+  int any = 0;
+  for (int r = 0; r < w->size; ++r) any |= pynccl_lacks(w, s, r);
+  for (int r = 0; r < w->size && any; ++r) w->peers[r].lacks = pynccl_lacks(w, s, r);
+}
+
+// Name them.
+static void pynccl_say_who_lacks(const pynccl_watch* w, char* text, size_t size) {
   char who[256] = "";
   int count = 0;
   for (int r = 0, end; r < w->size; r = end) {
-    for (end = r; end < w->size && pynccl_lacks(w, s, end);) ++end;
+    for (end = r; end < w->size && w->peers[end].lacks;) ++end;
     if (end == r) {
       ++end;
       continue;
@@ -398,11 +405,11 @@ static int pynccl_end_of_chain(const pynccl_watch* w, const pynccl_said* s) {
 
 // Add the ranks that are late: `late`, or, for those that have not announced the counterpart, those for which
 // they wait.
-static void pynccl_add_lacking(const pynccl_watch* w, const pynccl_said* open, int late, pynccl_verdict* v) {
+static void pynccl_add_lacking(const pynccl_watch* w, int late, pynccl_verdict* v) {
   char* added = calloc(1, (size_t)w->size);
   v->count = 0;
   for (int r = 0; r < w->size && added; ++r) {
-    if (late >= 0 ? r != late : !pynccl_lacks(w, open, r)) continue;
+    if (late >= 0 ? r != late : !w->peers[r].lacks) continue;
     const int end = late < 0 ? pynccl_end_of_waits(w, r, 1) : -1;
     added[end < 0 ? r : end] = 1;
   }
@@ -416,6 +423,7 @@ static void pynccl_check_timed_out(pynccl_watch* w, int64_t waited, const pynccl
   pynccl_said* open;
   pynccl_compare(w, &open);
   if (open) pynccl_ask_calls(w, open->round);
+  if (open) pynccl_find_lacking(w, open);
   pynccl_mark_awaited(w);
   pynccl_hear_all(w);
   if (pynccl_compare(w, &open) || !open || w->verdict.trouble || !w->listed) return;
@@ -429,13 +437,14 @@ static void pynccl_check_timed_out(pynccl_watch* w, int64_t waited, const pynccl
   const int waited_for = open->round ? -1 : pynccl_end_of_waits(w, open->peer, 1);
   if (waited_for >= 0) late = waited_for;
   pynccl_describe(&open->frame, what, sizeof what);
-  pynccl_say_who_lacks(w, open, what, sizeof what);
+  pynccl_find_lacking(w, open);
+  pynccl_say_who_lacks(w, what, sizeof what);
   pynccl_say(what, sizeof what, " did not come within %g s", (double)waited / 1e9);
   if (late >= 0 && late != open->peer) pynccl_say(what, sizeof what, "; it waits in turn for rank %d", late);
   pynccl_verdict v;
   pynccl_explain(w, what, NULL, 0, 1, &v);
   // Numbers of calls say nothing here: a call counts only after the comparison.
-  if (v.trouble == PYNCCL_TIMED_OUT) pynccl_add_lacking(w, open, late, &v);
+  if (v.trouble == PYNCCL_TIMED_OUT) pynccl_add_lacking(w, late, &v);
   pynccl_conclude(w, &v);
 }
 

@@ -20,8 +20,10 @@ static PyObject* hinting_getattro(PyObject* self, PyObject* name) {
   PyErr_Fetch(&type, &error, &trace);
   // Else a property of the class has raised the error.
   PyObject* has = PyObject_GetAttr((PyObject*)Py_TYPE(self), name);
-  PyErr_Clear();
-  if (!has) explain(self, name);
+  if (!has && PyErr_ExceptionMatches(PyExc_AttributeError)) {
+    PyErr_Clear();
+    explain(self, name);
+  }
   Py_XDECREF(has);
   if (!PyErr_Occurred()) {
     PyErr_Restore(type, error, trace);

@@ -179,11 +179,12 @@ PyTypeObject pynccl_Usual = {
 // --- the method --------------------------------------------------------------------------------------------
 
 // A function of a class whose objects have its Usual as `_all_reduce`: a call with positional arguments takes
-// no Python frame.
+// no Python frame. It passes for the function, whose attributes it has, in inspect, mock and copy.
 typedef struct {
   PyObject_HEAD vectorcallfunc vectorcall;
   PyObject* function;
   PyObject* defaults;  // of recv, op and stream
+  PyObject* weak;
 } Method;
 
 static PyObject* method_call(PyObject* callable, PyObject* const* args, size_t flags, PyObject* names) {
@@ -204,7 +205,6 @@ static PyObject* method_get(PyObject* self, PyObject* object, PyObject* type) {
   return object ? PyMethod_New(self, object) : Py_NewRef(self);
 }
 
-// Its name, signature and documentation are those of the function.
 static PyObject* method_getattro(PyObject* self, PyObject* name) {
   PyObject* value = PyObject_GenericGetAttr(self, name);
   if (value || !PyErr_ExceptionMatches(PyExc_AttributeError)) return value;
@@ -244,17 +244,33 @@ static int method_clear(PyObject* object) {
 
 static void method_dealloc(PyObject* object) {
   PyObject_GC_UnTrack(object);
+  PyObject_ClearWeakRefs(object);
   method_clear(object);
   Py_TYPE(object)->tp_free(object);
 }
+
+static PyObject* method_repr(PyObject* self) { return PyObject_Repr(((Method*)self)->function); }
 
 static PyObject* method_doc(PyObject* self, void* unused) {
   return PyObject_GetAttrString(((Method*)self)->function, "__doc__");
 }
 
+static PyObject* method_class(PyObject* self, void* unused) { return Py_NewRef(&PyFunction_Type); }
+
 static PyGetSetDef method_properties[] = {
     {"__doc__", method_doc, NULL, NULL, NULL},
+    {"__class__", method_class, NULL, NULL, NULL},
     {NULL, NULL, NULL, NULL, NULL},
+};
+
+// As for a function: a copy is the function itself, and pickle looks for its name.
+static PyObject* method_reduce(PyObject* self, PyObject* protocol) {
+  return PyObject_GetAttrString(self, "__qualname__");
+}
+
+static PyMethodDef method_methods[] = {
+    {"__reduce_ex__", method_reduce, METH_O, NULL},
+    {NULL, NULL, 0, NULL},
 };
 
 static PyMemberDef method_members[] = {
@@ -274,6 +290,9 @@ PyTypeObject pynccl_Method = {
     .tp_setattro = method_setattro,
     .tp_members = method_members,
     .tp_getset = method_properties,
+    .tp_methods = method_methods,
+    .tp_repr = method_repr,
+    .tp_weaklistoffset = offsetof(Method, weak),
     .tp_new = method_new,
     .tp_traverse = method_traverse,
     .tp_clear = method_clear,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from pathlib import Path
 
 import numpy as np
@@ -150,3 +151,55 @@ def derived(rank: int, nranks: int) -> list[str | None]:
 
 def test_every_communicator_knows_its_algorithms() -> None:
     assert testing.run(4, derived, backend="cpu") == [["shares", "shares", "local"]] * 4
+
+
+def cut(*comms: pynccl.Communicator) -> None:
+    """Run three calls that are cut into pieces on each communicator."""
+    for comm in comms:
+        assert [float(comm.all_reduce(np.ones(LARGE), op="max").sum()) for _ in range(3)] == [LARGE] * 3
+
+
+def leaves_early(rank: int, nranks: int) -> bool:
+    """Rank 1 has queued its last call behind a message when it begins to leave."""
+    os.environ["PYNCCL_CPU_DIRECT"] = "0"
+    comm, stream, x = pynccl.init(), pynccl.Stream(), np.ones(4)
+    cut(comm)
+    if rank == 1:
+        comm.recv(np.zeros(4), 2, stream=stream)
+    if rank == 2:
+        time.sleep(1)
+        comm.send(x, 1)
+    comm.all_reduce(x, stream=stream if rank == 1 else None)
+    comm.destroy()
+    return bool(np.all(x == nranks))
+
+
+def locks_up(rank: int, nranks: int) -> str:
+    """The ranks call two communicators in different orders."""
+    os.environ["PYNCCL_CPU_DIRECT"] = "0"
+    comm, stream = pynccl.init(), pynccl.Stream()
+    other = comm.split(0)
+    cut(comm, other)
+    for each in (comm, other)[:: 1 if rank else -1]:
+        each.all_reduce(np.ones(4), stream=stream)
+    with pytest.raises(pynccl.CollectiveMismatchError) as caught:
+        stream.synchronize()
+    comm.abort()
+    other.abort()
+    return str(caught.value)
+
+
+def mismatches(rank: int, nranks: int) -> str:
+    os.environ["PYNCCL_CPU_DIRECT"] = "0"
+    comm = pynccl.init()
+    cut(comm)
+    with pytest.raises(pynccl.CollectiveMismatchError) as caught:
+        comm.all_reduce(np.ones(LARGE + rank))
+    comm.abort()
+    return str(caught.value)
+
+
+def test_pieces_are_no_calls_of_the_program() -> None:
+    assert testing.run(3, leaves_early, backend="cpu", timeout=40) == [True] * 3
+    assert all("deadlock: " in text for text in testing.run(2, locks_up, backend="cpu", timeout=40))
+    assert all("collective #4 differs" in text for text in testing.run(2, mismatches, backend="cpu"))

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import ast
 import builtins
+import copy
 import importlib
 import inspect
 import re
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -283,3 +286,19 @@ def errors_in(text: str | None) -> set[str]:
     named = {*re.findall(r"\b(?:Nccl[A-Z]\w+|[A-Z]\w+Error)\b", text or "")} - {*dir(builtins)}
     assert all(hasattr(pynccl, error) for error in named)
     return named
+
+
+def test_all_reduce_passes_for_a_function() -> None:
+    """It is a C object; inspect, copy, weakref and mock find in it what they find in other methods."""
+    method = Communicator.all_reduce
+    assert copy.deepcopy([method]) == [method]
+    assert weakref.ref(method)() is method
+    assert repr(method).startswith("<function Communicator.all_reduce at ")
+    assert inspect.getsourcefile(method) == inspect.getsourcefile(Communicator.reduce)
+    for mocked in (mock.create_autospec(Communicator, instance=True), mock.create_autospec(Communicator)):
+        with pytest.raises(TypeError, match="missing a required argument"):
+            mocked.all_reduce()
+    with mock.patch.object(Communicator, "all_reduce", autospec=True) as mocked:
+        comm = object.__new__(Communicator)
+        comm.all_reduce(1)
+    mocked.assert_called_once_with(comm, 1)

@@ -205,7 +205,6 @@ Step Comm::advance(Batch& batch) {
     if (s == Step::Failed) return s;
     moved = moved || s != Step::Blocked;
     if (s != Step::Done) break;
-    coll_seq_ = coll_.seq();
     if (++batch.at < batch.colls.size()) coll_.start(batch.colls[batch.at], ++coll_seq_);
   }
   if (!p2p_.done()) {

@@ -13,7 +13,8 @@ void Coll::start(const Op& op, uint64_t seq) {
   registered_ = large_ && context_.registered ? context_.registered(seq) : nullptr;
   lent_.assign(size_t(context_.nranks), 0);
   if (registered_) offer_registered();
-  matching_.start(op_, seq, windows_ ? windows_->id() : 0, lent_);
+  matching_.start(op_, seq + pieces_, windows_ ? windows_->id() : 0, lent_);
+  seq_ = seq;
   header_ = matching_.mine();
   is_cut_ = false;
   phase_ = Phase::Matching;
@@ -26,7 +27,7 @@ Step Coll::step() {
     if (s != Step::Done) return s;
     underway_.store(true, std::memory_order_relaxed);
     if (!is_cut_) find_mapped();
-    if (!is_cut_ && large_ && cuts(context_, op_.func) && !matching_.lent_by_any()) {
+    if (!is_cut_ && is_to_cut()) {
       cut();
       return Step::Moved;
     }
@@ -43,18 +44,24 @@ Step Coll::step() {
   }
   if (s == Step::Done) {
     windows_ = registered_ = nullptr;
-    if (large_ && context_.finished) context_.finished(header_.seq);
+    if (large_ && context_.finished) context_.finished(seq_);
     phase_ = Phase::Idle;
     underway_.store(false, std::memory_order_relaxed);
   }
   return matched && s == Step::Blocked ? Step::Moved : s;
 }
 
+// An exchange is an AllGather with a root.
+bool Coll::is_to_cut() const {
+  bool exchange = op_.func == Func::AllGather && op_.root;
+  return large_ && !exchange && cuts(context_, op_.func) && !matching_.lent_by_any();
+}
+
 void Coll::cut() {
-  if (piece_.func != op_.func || cut_bytes_ != op_.bytes())
+  if (piece_.func != op_.func || piece_.dtype != op_.dtype || cut_count_ != op_.count)
     tell(op_, algorithm_for(kind(op_.func, op_.bytes())));
   is_cut_ = true;
-  cut_bytes_ = op_.bytes();
+  cut_count_ = op_.count;
   piece_ = op_;
   piece_.stride = op_.bytes();
   // Equal pieces, but for the last; each begins with a cache line if the buffers do.
@@ -71,7 +78,7 @@ void Coll::start_piece() {
   piece_.count = std::min(piece_.count, op_.count - piece_at_);
   piece_.send = op_.send ? static_cast<const char*>(op_.send) + at : nullptr;
   piece_.recv = op_.recv ? static_cast<char*>(op_.recv) + at : nullptr;
-  matching_.start_piece(piece_, seq() + 1);
+  matching_.start_piece(piece_, seq_ + ++pieces_);
   phase_ = Phase::Matching;
 }
 

@@ -26,12 +26,13 @@ class Coll {
   // Ranks that have not started this collective.
   std::vector<int> missing() const;
   std::string str() const;
-  uint64_t seq() const { return matching_.mine().seq; }
+  uint64_t seq() const { return seq_; }
   // The peers run this collective, so data arrives soon. Any thread may call this.
   bool underway() const { return underway_.load(std::memory_order_relaxed); }
 
  private:
   void plan(const Op& op);
+  bool is_to_cut() const;
   void cut();
   void start_piece();
   void tell(const Op& op, const Algorithm& chosen) const;
@@ -48,10 +49,11 @@ class Coll {
   const Context& context_;
   Matching matching_;
   Executor executor_;
-  Op op_, piece_;         // the call, and its part that runs now if it is cut
-  size_t piece_at_ = 0;   // where that is in the call, in elements
-  size_t cut_bytes_ = 0;  // of the last call that was cut
-  Header header_;         // of the call
+  Op op_, piece_;                  // the call, and its part that runs now if it is cut
+  size_t piece_at_ = 0;            // where that is in the call, in elements
+  size_t cut_count_ = 0;           // the elements of the last call that was cut
+  Header header_;                  // of the call
+  uint64_t seq_ = 0, pieces_ = 0;  // the call's number, and the pieces so far, which boards number, too
   bool is_cut_ = false;
   Call call_{};  // the call of the schedule
   Schedule schedule_;
