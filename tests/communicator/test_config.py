@@ -228,3 +228,21 @@ def test_enums_are_nccls() -> None:
     for enum, last in ((pynccl.DataType, constants["ncclNumTypes"]), (pynccl.RedOp, constants["ncclNumOps"])):
         assert [member.value for member in enum] == list(range(last))
         assert {f"nccl{member.name}".lower() for member in enum} <= {name.lower() for name in constants}
+
+
+def test_structs_compare_and_show_what_is_set() -> None:
+    config = pynccl.Config(minCTAs=4, netName="Socket")
+    assert repr(config) == "Config(minCTAs=4, netName='Socket')"
+    assert config == pynccl.Config(netName="Socket", minCTAs=4)
+    assert config != pynccl.Config(minCTAs=4) and config != {"minCTAs": 4, "netName": "Socket"}
+    with pytest.raises(TypeError, match="unhashable"):
+        hash(config)
+
+
+@pytest.mark.parametrize("psk", ["my-secret", b"my-secret", "my\0secret"])
+def test_no_text_shows_a_pre_shared_key(psk: str | bytes) -> None:
+    try:
+        text = repr(structs.EncryptionConfig(mode=1, psk=psk))  # type: ignore[arg-type]
+    except (TypeError, ValueError) as error:
+        text = str(error)
+    assert "psk" in text and "secret" not in text
