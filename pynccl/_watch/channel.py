@@ -152,9 +152,9 @@ def connect(
                 pass
         # They were alive when they connected; a process that is invisible now never proves anything.
         here = processes[rank].space
-        visible = [
-            one.space == here and 0 < one.start == lib.pynccl_process_start(one.pid) for one in processes
-        ]
+        # Threads of one process are many ranks.
+        starts = {pid: lib.pynccl_process_start(pid) for pid in {p.pid for p in processes if p.space == here}}
+        visible = [one.space == here and 0 < one.start == starts[one.pid] for one in processes]
         with no_fork:
             lines.add(links.take_found(), late)
         # What was opened belongs to the watchdog from now on.
