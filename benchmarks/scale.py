@@ -300,8 +300,8 @@ def document(
         "(PYNCCL_MESH_RANKS), and with more each has about 2 log2(n) connections. Data connections are made "
         "when they are first needed, for each communicator: unread data of one never holds up another.",
         "",
-        "Init: of 256 ranks it takes about 3 s of processor time, 12 ms for each rank, with both cores busy: half "
-        "of it runs Python, which identifies and compares the ranks and connects each to its neighbours.",
+        "Init: of 256 ranks it takes about 3 s of processor time, 12 ms for each rank, with both cores busy: "
+        "half of it runs Python, which compares the ranks and connects each to its neighbours.",
         "",
         "Deaths: a process with all of its ranks is killed. About 20 neighbours lose each of them, and each "
         "survivor hears of that over about 20 connections, before it raises an error that names them all. "

@@ -6,6 +6,7 @@ docs/architecture.md has the table; cpu/base/core.cpp says the same for the CPU 
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import resource
 import socket
@@ -44,9 +45,6 @@ def _kernel(*namespaces: str) -> str:
 
 def digest(text: str) -> bytes:
     """Return a digest of 16 bytes of a text."""
-    # It loads OpenSSL, for 3 ms that a program without communicators does not need.
-    import hashlib
-
     return hashlib.sha256(text.encode()).digest()[:16]
 
 

@@ -6,6 +6,8 @@ prove with nonces that they know the same key, which may only be a name, and lat
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import importlib
 import os
 from typing import TYPE_CHECKING, Any, Protocol
@@ -69,7 +71,7 @@ class Open:
 
     def proofs(self, nonces: bytes) -> tuple[bytes, bytes]:
         """Return the proofs of the caller and of the answerer."""
-        both = _digest(nonces, key=self._key)
+        both = hashlib.blake2b(nonces, key=self._key).digest()
         return both[:_DIGEST], both[_DIGEST:]
 
 
@@ -83,7 +85,7 @@ class OpenCaller:
 
     def finish(self, answer: bytes) -> tuple[bytes, None]:
         mine, theirs = self._scheme.proofs(self.hello + answer[:_NONCE])
-        if not _are_equal(answer[_NONCE:], theirs):
+        if not hmac.compare_digest(answer[_NONCE:], theirs):
             raise ValueError("the other side has another key")
         return mine, None
 
@@ -99,7 +101,7 @@ class OpenAnswerer:
         self.answer = nonce + mine
 
     def check(self, proof: bytes) -> None:
-        if not _are_equal(proof, self._expected):
+        if not hmac.compare_digest(proof, self._expected):
             raise ValueError("the other side has another key")
 
 
@@ -169,17 +171,4 @@ def choose(secret: str, purpose: bytes, context: bytes, prologue: bytes) -> Sche
     """Return the scheme for a secret ("" for none); both sides must also have an equal context."""
     if secret:
         return Sealed(derive_key(secret, purpose, context), prologue)
-    return Open(_digest(prologue + context, person=purpose))
-
-
-# Both modules load OpenSSL: see pynccl/_base/host.py.
-def _digest(data: bytes, key: bytes = b"", person: bytes = b"") -> bytes:
-    from hashlib import blake2b
-
-    return blake2b(data, key=key, person=person).digest()
-
-
-def _are_equal(one: bytes, other: bytes) -> bool:
-    from hmac import compare_digest
-
-    return compare_digest(one, other)
+    return Open(hashlib.blake2b(prologue + context, person=purpose).digest())

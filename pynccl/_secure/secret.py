@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import stat
 from collections.abc import Mapping
@@ -66,7 +67,5 @@ def encode(text: str) -> bytes:
 
 def derive_key(secret: str, purpose: bytes, context: bytes) -> bytes:
     """Return the 32-byte key for a purpose, such as b"pynccl store", and a context, such as a job."""
-    import hashlib
-
     material = hashlib.blake2b(encode(secret)).digest()
     return hashlib.blake2b(context, key=material, person=purpose, digest_size=32).digest()

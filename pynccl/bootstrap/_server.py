@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import logging
 import os
 import re
@@ -634,7 +635,7 @@ def _new_secret() -> str:
         "StoreServer makes a secret, because none is set",
         """, or pass secret="" for a store without one""",
     )
-    return os.urandom(24).hex()
+    return base64.urlsafe_b64encode(os.urandom(24)).decode()
 
 
 def resolve_job(job: str | None) -> str:

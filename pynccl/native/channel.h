@@ -71,6 +71,8 @@ typedef struct pynccl_peer {
   int awaits;
   int awaited, before;   // see pynccl_mark_awaited
   int lacks;             // see pynccl_find_lacking
+  uint64_t probed;       // the last probe that was sent to it
+  uint64_t passed;       // the last probe that it began and this rank passed on
   int64_t owes;          // since when it has not answered a question, by the same clock; 0: it has
   uint64_t seen;         // the number of its last flooded frame
   uint64_t posted, got;  // the serials of the last frames posted to it, and by it and taken in order
@@ -117,8 +119,10 @@ struct pynccl_watch {
   int listed, connected, checking, size, rank, is_cpu, on_failure;
   struct pynccl_said* said;  // announced calls without a counterpart so far
   int said_count, said_capacity;
-  uint64_t rounds;      // how many collectives were announced
-  uint32_t waits;       // for counterparts
+  uint64_t rounds;  // how many collectives were announced
+  int waits;        // for counterparts
+  // How many probes this rank has begun, and the number of the first that it could begin in this wait.
+  uint32_t probes, first_probe;
   int lacking;          // the rank whose counterpart is awaited
   int in_ring;          // this wait is one of a ring
   int telling;          // ranks are asked for their calls

@@ -174,31 +174,43 @@ static int pynccl_answer(const pynccl_peer* p, const pynccl_frame* said) {
 
 // --- rings of waits for messages ---------------------------------------------------------------------------
 
-// The announcement of this rank, if it waits for one message alone.
-static const pynccl_said* pynccl_only_wait(const pynccl_watch* w) {
-  const pynccl_said* s = w->said;
-  if (w->said_count != 1 || s->round || s->answered) return NULL;
-  return pynccl_answer(&w->peers[s->peer], &s->frame) < 0 ? s : NULL;
+// Whether messages between this rank and a peer lack the other side: announced by this rank, or by the peer.
+static int pynccl_lacks_side(const pynccl_watch* w, int rank, int by_peer) {
+  const pynccl_peer* p = &w->peers[rank];
+  for (int side = SIDE_SENDS; side <= SIDE_RECEIVES; ++side) {
+    int said = 0, heard = 0;
+    for (int i = 0; i < w->said_count; ++i) {
+      const pynccl_said* s = &w->said[i];
+      said += !s->left && !s->answered && s->peer == rank && pynccl_side((int)s->frame.words[0]) == side;
+    }
+    for (int i = 0; i < p->inbox_count; ++i)
+      heard += pynccl_is_message(&p->inbox[i]) && pynccl_side((int)p->inbox[i].words[0]) != side;
+    if (by_peer ? heard > said : said > heard) return 1;
+  }
+  return 0;
 }
 
-static void pynccl_send_probe(pynccl_watch* w, int rank, uint64_t number) {
-  const pynccl_frame probe = {
-      .kind = FRAME_PROBE, .origin = (uint32_t)w->rank, .to = (uint32_t)rank, .number = number};
-  pynccl_forward(w, &probe);
-}
-
-static uint64_t pynccl_probe_number(const pynccl_watch* w) {
-  return (uint64_t)w->waits << 32 | (uint32_t)w->rank;
+// Send a probe to all peers for whose messages this rank waits.
+static void pynccl_send_probes(pynccl_watch* w, uint64_t number) {
+  for (int i = 0; i < w->said_count; ++i) {
+    const int rank = w->said[i].peer;
+    if (rank < 0 || w->peers[rank].probed == number || !pynccl_lacks_side(w, rank, 0)) continue;
+    w->peers[rank].probed = number;
+    const pynccl_frame probe = {
+        .kind = FRAME_PROBE, .origin = (uint32_t)w->rank, .to = (uint32_t)rank, .number = number};
+    pynccl_forward(w, &probe);
+  }
 }
 
 static void pynccl_take_probe(pynccl_watch* w, int from, uint64_t number) {
-  const pynccl_said* s = pynccl_only_wait(w);
-  int awaited = 0;
-  for (int i = 0; i < w->peers[from].inbox_count; ++i) awaited |= pynccl_is_message(&w->peers[from].inbox[i]);
-  if (!s || !awaited) return;
-  if ((uint32_t)number != (uint32_t)w->rank) {
-    pynccl_send_probe(w, s->peer, number);
-  } else if (number == pynccl_probe_number(w)) {
+  const uint32_t began = (uint32_t)number;
+  // A rank that does not wait may still announce the other side.
+  if (!w->waits || began >= (uint32_t)w->size || !pynccl_lacks_side(w, from, 1)) return;
+  if (began != (uint32_t)w->rank) {
+    if (w->peers[began].passed >= number) return;
+    w->peers[began].passed = number;
+    pynccl_send_probes(w, number);
+  } else if (number >> 32 >= w->first_probe) {
     w->in_ring = 1;
     pthread_cond_broadcast(&pynccl_watchdog.changed);
   }
@@ -498,7 +510,8 @@ int pynccl_check_wait(pynccl_watch* w) {
   pynccl_said* open;
   int r = table ? 0 : PYNCCL_NO_MEMORY;
   pthread_mutex_lock(&pynccl_watchdog.lock);
-  ++w->waits;
+  w->waits = 1;
+  w->first_probe = w->probes + 1;
   __atomic_store_n(&w->called_at, start, __ATOMIC_RELAXED);
   w->in_ring = 0;
   while (!r) {
@@ -526,7 +539,7 @@ int pynccl_check_wait(pynccl_watch* w) {
       continue;
     }
     if (now - probed > pynccl_silence(w)) {
-      if (pynccl_only_wait(w)) pynccl_send_probe(w, open->peer, pynccl_probe_number(w));
+      pynccl_send_probes(w, (uint64_t)++w->probes << 32 | (uint32_t)w->rank);
       probed = now;
     }
     pynccl_ask_before(w, now - start, limit);
@@ -539,6 +552,7 @@ int pynccl_check_wait(pynccl_watch* w) {
       polled = pynccl_now();
     }
   }
+  w->waits = 0;
   pynccl_drop_said(w, r == PYNCCL_STOPPED);
   if (!r) pynccl_forget_told(w);
   pthread_mutex_unlock(&pynccl_watchdog.lock);

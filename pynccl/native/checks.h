@@ -7,9 +7,10 @@
 //
 // A send or recv is told to its peer, and the rank waits until the peer has told the other side.
 //
-// If the wait for a message lasts, the rank sends a probe to its peer. A rank that waits for a message
-// itself, and has not told the sender of the probe the other side, passes it on to its own peer. A probe that
-// comes back has found a ring of ranks (the edge chasing of Chandy, Misra and Haas, 1983).
+// If the wait for messages lasts, the rank sends a probe to each peer that has not told the other side. A
+// rank that waits for messages itself, and has not told the sender of the probe the other side, passes it on
+// once to its own such peers. A probe that comes back has found a ring of ranks (the edge chasing of Chandy,
+// Misra and Haas, 1983): each waits for all messages of its group, so none of them can go on.
 //
 // If two calls differ, or if two ranks wait for different calls, or ranks in a ring, no rank issues its call.
 // Who finds that asks all, once, for what they have called, and every rank gets a table of the calls and

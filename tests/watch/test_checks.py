@@ -406,6 +406,52 @@ def test_a_ring_of_sends(nranks: int) -> None:
             assert f"rank {rank}: send(float32, 4) to rank {(rank + 1) % nranks}" in text
 
 
+def crosses_in_groups(rank: int, nranks: int, how: str) -> str:
+    """Each rank waits for a message of a group that its neighbour does not answer; there is no time-out."""
+    comm = pynccl.init()
+    x, right, left = np.ones(4), (rank + 1) % nranks, (rank - 1) % nranks
+
+    def cross() -> None:
+        with pynccl.group():
+            if how == "all_reduce, recv":
+                comm.all_reduce(x)
+                comm.recv(np.ones(4), left)
+            else:
+                comm.send(x, right)
+                comm.recv(np.ones(4), right)
+
+    with pytest.raises(CollectiveMismatchError) as caught:
+        cross()
+    together(nranks)
+    comm.abort()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("how", slow_except(["send, recv"], ["send, recv", "all_reduce, recv"]))
+def test_a_ring_in_groups(how: str) -> None:
+    for text in run(3, crosses_in_groups, how, backend="cpu", env=CHECK, timeout=30):
+        assert "deadlock: the ranks wait for each other in a ring" in text
+
+
+def goes_round_in_groups(rank: int, nranks: int) -> float:
+    """Rank 0 comes late, twice: the others wait for each other, and for it."""
+    with pynccl.init() as comm:
+        x, y = np.full(2, float(rank)), np.zeros(2)
+        for _ in range(2):
+            time.sleep(0 if rank else 2.5)
+            with pynccl.group():
+                comm.send(x, (rank + 1) % nranks)
+                comm.recv(y, (rank - 1) % nranks)
+                comm.send(x, (rank - 1) % nranks)
+                comm.recv(x.copy(), (rank + 1) % nranks)
+        return float(y[0])
+
+
+@pytest.mark.slow
+def test_groups_that_wait_for_one_are_no_ring() -> None:
+    assert run(4, goes_round_in_groups, backend="cpu", env=CHECK, timeout=40) == [3, 0, 1, 2]
+
+
 def passes_on(rank: int, nranks: int) -> float:
     """All but one wait for another one, and that one takes its time."""
     with pynccl.init() as comm:
