@@ -371,14 +371,15 @@ static int pynccl_lacks(const pynccl_watch* w, const pynccl_said* s, int rank) {
   return rank != w->rank && !(pynccl_told(w, rank) && w->told[rank].number == s->round);
 }
 
-// Note these ranks. If there are none any more, those of the time before were late.
+// Note the ranks that have not announced the counterpart. If all have, those noted before stay: they were
+// late.
 static void pynccl_find_lacking(pynccl_watch* w, const pynccl_said* s) {
   int any = 0;
   for (int r = 0; r < w->size; ++r) any |= pynccl_lacks(w, s, r);
   for (int r = 0; r < w->size && any; ++r) w->peers[r].lacks = pynccl_lacks(w, s, r);
 }
 
-// Name them.
+// Name the ranks that pynccl_find_lacking has noted.
 static void pynccl_say_who_lacks(const pynccl_watch* w, char* text, size_t size) {
   char who[256] = "";
   int count = 0;

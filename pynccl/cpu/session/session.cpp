@@ -762,7 +762,7 @@ ncclResult_t Session::finish() {
     board_bytes = std::min(board_bytes, size_t(settings.board_bytes));
     by_hosts = by_hosts && settings.by_hosts;
     if (!reads(rank, q) || !reads(q, rank)) peer(q).link.memory.reset();
-    for (int p = 0; p < q; ++p) staged = staged && !(reads(p, q) && reads(q, p));
+    for (int p = 0; p < q && staged; ++p) staged = !reads(p, q) || !reads(q, p);
     direct = direct || peer(q).link.direct();
   }
   log(Level::Info, "rank %d of %d: %d ranks on this host, %d hosts, %s", rank, nranks, local_count_, hosts_,
