@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from pynccl._base.values import shown
+from pynccl._device.blocking import another_thread_may_call
 from pynccl._library.binding import ffi, lib
 from pynccl._trace.callers import caller
 
@@ -60,18 +61,18 @@ def interrupted() -> BaseException:
 
 def _stop(kind: Any, error: BaseException, trace: Any) -> int:
     _stopped.append(error)
-    return 1
+    return lib.PYNCCL_LOCATED_STOPS
 
 
 @cache
 def _locator() -> Any:
-    return ffi.callback("int(char*, int)", _locate, error=1, onerror=_stop)
+    return ffi.callback("int(char*, int)", _locate, error=lib.PYNCCL_LOCATED_STOPS, onerror=_stop)
 
 
 def _locate(text: Any, size: int) -> int:
     # Entering Python code is enough for pending signals to be handled.
     if not size:
-        return 0
+        return lib.PYNCCL_LOCATED_AMONG_THREADS if another_thread_may_call() else lib.PYNCCL_LOCATED
     name, line = caller()
     where = f"{name if len(name) < 100 else '...' + name[-96:]}:{line}".encode()[: size - 1]
     ffi.memmove(text, where + b"\0", len(where) + 1)

@@ -57,6 +57,11 @@
 // In place of the rank for which another one waits.
 enum { AWAITS_NOBODY = 0xffff, AWAITS_UNKNOWN = 0xfffe };
 
+// Of a search for rings of waits: the wait in which it began, and how many began there before.
+typedef struct pynccl_probe {
+  uint64_t origin, serial;
+} pynccl_probe;
+
 typedef struct pynccl_peer {
   pynccl_line* line;  // NULL: none
   int order;          // of its process, see pynccl_connection
@@ -71,8 +76,7 @@ typedef struct pynccl_peer {
   int awaits;
   int awaited, before;   // see pynccl_mark_awaited
   int lacks;             // see pynccl_find_lacking
-  uint64_t probed;       // the last probe that was sent to it
-  uint64_t passed;       // the last probe that it began and this rank passed on
+  pynccl_probe passed;   // the last one that was passed on, of those with an origin that leads here
   int64_t owes;          // since when it has not answered a question, by the same clock; 0: it has
   uint64_t seen;         // the number of its last flooded frame
   uint64_t posted, got;  // the serials of the last frames posted to it, and by it and taken in order
@@ -121,13 +125,15 @@ struct pynccl_watch {
   int said_count, said_capacity;
   uint64_t rounds;  // how many collectives were announced
   int waits;        // for counterparts
+  int alone;        // no other thread of the program could make a call meanwhile
   // How many probes this rank has begun, and the number of the first that it could begin in this wait.
-  uint32_t probes, first_probe;
-  int lacking;          // the rank whose counterpart is awaited
-  int in_ring;          // this wait is one of a ring
-  int telling;          // ranks are asked for their calls
-  uint64_t told_about;  // in this round
-  pynccl_frame* told;   // the answer of each rank; NULL: nobody has asked
+  uint64_t probes, first_probe;
+  int lacking;                     // the rank whose counterpart is awaited
+  int ring;                        // this wait is one of a ring, see checks.c
+  char beyond[PYNCCL_FRAME_TEXT];  // and the call on another communicator that waits for this rank
+  int telling;                     // ranks are asked for their calls
+  uint64_t told_about;             // in this round
+  pynccl_frame* told;              // the answer of each rank; NULL: nobody has asked
   int64_t timeout;
   int64_t question;   // between questions
   int64_t beat_at;    // of the last one
@@ -178,6 +184,7 @@ struct pynccl_watchdog {
   // for silent.
   int64_t awake;
   int64_t blind_until;  // after the process was suspended
+  uint32_t process;     // a random number for it
   int prepared;
 };
 

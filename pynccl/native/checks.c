@@ -13,6 +13,7 @@
 
 enum { SIDE_ALL, SIDE_SENDS, SIDE_RECEIVES };
 enum { PART_LAST = 1 };
+enum { NO_RING, RING, RING_OF_COMMUNICATORS };
 
 // An announcement, and its counterpart: of a message, the peer's; of a collective, in each step another
 // rank's.
@@ -172,7 +173,15 @@ static int pynccl_answer(const pynccl_peer* p, const pynccl_frame* said) {
   return -1;
 }
 
-// --- rings of waits for messages ---------------------------------------------------------------------------
+// --- rings of waits ----------------------------------------------------------------------------------------
+
+// A rank that waits sends probes to the ranks for which it waits. These pass a probe on if they wait
+// themselves, and could not do before what the sender waits for. So a probe comes back only in a ring
+// (Chandy, Misra and Haas, Distributed Deadlock Detection, 1983).
+
+static uint64_t pynccl_origin(const pynccl_watch* w) {
+  return (uint64_t)pynccl_watchdog.process << 32 | w->id;
+}
 
 // Whether messages between this rank and a peer lack the other side: announced by this rank, or by the peer.
 static int pynccl_lacks_side(const pynccl_watch* w, int rank, int by_peer) {
@@ -190,28 +199,72 @@ static int pynccl_lacks_side(const pynccl_watch* w, int rank, int by_peer) {
   return 0;
 }
 
-// Send a probe to all peers for whose messages this rank waits.
-static void pynccl_send_probes(pynccl_watch* w, uint64_t number) {
+// Send a probe to the rank for which an announced call waits.
+static void pynccl_send_probe(pynccl_watch* w, const pynccl_said* s, const pynccl_probe* probe) {
+  const int to = s->round ? pynccl_partner(w, s) : s->peer;
+  pynccl_frame frame = {.kind = FRAME_PROBE,
+                        .code = s->round ? (uint32_t)s->step + 1 : 0,
+                        .origin = (uint32_t)w->rank,
+                        .to = (uint32_t)to,
+                        .number = s->round,
+                        .words = {probe->origin, probe->serial}};
+  pynccl_describe(&s->frame, frame.text, sizeof frame.text);
+  pynccl_forward(w, &frame);
+}
+
+// Whether a message is the first one to or from its peer that waits.
+static int pynccl_is_first(const pynccl_watch* w, const pynccl_said* s) {
+  const pynccl_said* first = w->said;
+  while (first->peer != s->peer || first->left || first->answered) ++first;
+  return first == s;
+}
+
+// Send a probe to all ranks for which this one waits.
+static void pynccl_send_probes(pynccl_watch* w, const pynccl_probe* probe) {
   for (int i = 0; i < w->said_count; ++i) {
-    const int rank = w->said[i].peer;
-    if (rank < 0 || w->peers[rank].probed == number || !pynccl_lacks_side(w, rank, 0)) continue;
-    w->peers[rank].probed = number;
-    const pynccl_frame probe = {
-        .kind = FRAME_PROBE, .origin = (uint32_t)w->rank, .to = (uint32_t)rank, .number = number};
-    pynccl_forward(w, &probe);
+    const pynccl_said* s = &w->said[i];
+    if (s->left || s->answered) continue;
+    if (s->round || (pynccl_is_first(w, s) && pynccl_lacks_side(w, s->peer, 0)))
+      pynccl_send_probe(w, s, probe);
   }
 }
 
-static void pynccl_take_probe(pynccl_watch* w, int from, uint64_t number) {
-  const uint32_t began = (uint32_t)number;
-  // A rank that does not wait may still announce the other side.
-  if (!w->waits || began >= (uint32_t)w->size || !pynccl_lacks_side(w, from, 1)) return;
-  if (began != (uint32_t)w->rank) {
-    if (w->peers[began].passed >= number) return;
-    w->peers[began].passed = number;
-    pynccl_send_probes(w, number);
-  } else if (number >> 32 >= w->first_probe) {
-    w->in_ring = 1;
+// Note that a probe is passed on. Returns whether it was before.
+static int pynccl_has_passed(pynccl_watch* w, const pynccl_probe* probe) {
+  pynccl_probe* last = &w->peers[probe->origin % (uint64_t)w->size].passed;
+  const int passed = last->origin == probe->origin && last->serial >= probe->serial;
+  if (!passed) *last = *probe;
+  return passed;
+}
+
+// The communicator in which the program waits, and whose wait must end before it can call anything on this
+// one; NULL: there is none, or another thread could make the call.
+static pynccl_watch* pynccl_blocked(pynccl_watch* w) {
+  if (w->waits) return w;
+  for (pynccl_watch* other = pynccl_watchdog.watches; other; other = other->next)
+    if (other->waits && other->alone) return other;
+  return NULL;
+}
+
+static void pynccl_take_probe(pynccl_watch* w, int from, const pynccl_frame* frame) {
+  const pynccl_probe probe = {.origin = frame->words[0], .serial = frame->words[1]};
+  if (!frame->code && !pynccl_lacks_side(w, from, 1)) return;
+  if (frame->code && frame->number <= w->rounds) {
+    // This rank has called the collective, and makes its steps whether its program waits or not.
+    for (int i = 0; i < w->said_count; ++i) {
+      const pynccl_said* s = &w->said[i];
+      if (s->round == frame->number && !s->answered && s->step + 1 < (int)frame->code)
+        pynccl_send_probe(w, s, &probe);
+    }
+    return;
+  }
+  pynccl_watch* waits = pynccl_blocked(w);
+  if (!waits) return;
+  if (probe.origin != pynccl_origin(waits)) {
+    if (!pynccl_has_passed(waits, &probe)) pynccl_send_probes(waits, &probe);
+  } else if (probe.serial >= waits->first_probe) {
+    waits->ring = waits == w ? RING : RING_OF_COMMUNICATORS;
+    if (waits != w) memcpy(waits->beyond, frame->text, sizeof waits->beyond);
     pthread_cond_broadcast(&pynccl_watchdog.changed);
   }
 }
@@ -220,7 +273,7 @@ void pynccl_check_heard(pynccl_watch* w, int from, const pynccl_frame* frame) {
   if (frame->kind == FRAME_TELL) {
     pynccl_tell(w, frame->number);
   } else if (frame->kind == FRAME_PROBE) {
-    pynccl_take_probe(w, from, frame->number);
+    pynccl_take_probe(w, from, frame);
   } else if (frame->kind == FRAME_TOLD) {
     pynccl_make_told(w);
     if (w->told && (!w->told[from].kind || frame->number == w->told_about)) w->told[from] = *frame;
@@ -245,7 +298,7 @@ static int pynccl_follows(const pynccl_watch* w, const pynccl_call* calls, int c
 
 int pynccl_check_say(pynccl_watch* w, const pynccl_call* calls, int count) {
   char where[PYNCCL_FRAME_TEXT] = "";
-  if (pynccl_locate && pynccl_locate(where, sizeof where)) return PYNCCL_STOPPED;
+  if (pynccl_locate && pynccl_locate(where, sizeof where) == PYNCCL_LOCATED_STOPS) return PYNCCL_STOPPED;
   int r = 0;
   // The calls of a group on this communicator, and the collectives among them.
   uint64_t mine = 0, collectives = 0;
@@ -340,13 +393,19 @@ static int pynccl_collect(pynccl_watch* w, const pynccl_said* about, const pyncc
   return missing;
 }
 
+static const char* const pynccl_titles[] = {
+    [NO_RING] = "the ranks called different things",
+    [RING] =
+        "deadlock: the ranks wait for each other in a ring; sends and receives of one group, or of "
+        "send_recv, start together",
+    [RING_OF_COMMUNICATORS] =
+        "deadlock: the ranks wait for each other in a ring, through several "
+        "communicators; all ranks must use them in the same order",
+};
+
 static void pynccl_write_table(const pynccl_watch* w, const pynccl_frame** table, int ring, char* text,
                                size_t size) {
-  pynccl_say(
-      text, size, "%s:",
-      ring ? "deadlock: the ranks wait for each other in a ring; sends and receives of one group, or of "
-             "send_recv, start together"
-           : "the ranks called different things");
+  pynccl_say(text, size, "%s:", pynccl_titles[ring]);
   for (int r = 0, end; r < w->size; r = end) {
     char line[256] = "", next[256] = "";
     for (end = r; end < w->size; ++end) {
@@ -363,6 +422,8 @@ static void pynccl_write_table(const pynccl_watch* w, const pynccl_frame** table
     pynccl_say_ranks(text, size, r, end);
     pynccl_say(text, size, ": %s", line);
   }
+  if (ring == RING_OF_COMMUNICATORS)
+    pynccl_say(text, size, "\n  on another communicator, a rank waits for rank %d in %s", w->rank, w->beyond);
 }
 
 // Whether a rank has not announced the counterpart.
@@ -443,7 +504,7 @@ static void pynccl_check_timed_out(pynccl_watch* w, int64_t waited, const pynccl
   int late = open->round ? -1 : pynccl_end_of_chain(w, open);
   if (late == w->rank) {
     pynccl_collect(w, open, table);
-    pynccl_publish_table(w, table, 1);
+    pynccl_publish_table(w, table, RING);
     return;
   }
   // The announcements may be newer than the time-out.
@@ -512,9 +573,11 @@ int pynccl_check_wait(pynccl_watch* w) {
   int r = table ? 0 : PYNCCL_NO_MEMORY;
   pthread_mutex_lock(&pynccl_watchdog.lock);
   w->waits = 1;
+  // Until the locator was asked.
+  w->alone = 0;
   w->first_probe = w->probes + 1;
+  w->ring = NO_RING;
   __atomic_store_n(&w->called_at, start, __ATOMIC_RELAXED);
-  w->in_ring = 0;
   while (!r) {
     const int64_t now = pynccl_now();
     if (w->verdict.trouble || !w->listed || w->departure) {
@@ -524,11 +587,11 @@ int pynccl_check_wait(pynccl_watch* w) {
     const pynccl_said* about = pynccl_compare(w, &open);
     if (!about && !open) break;
     w->lacking = !open ? AWAITS_UNKNOWN : open->round ? pynccl_partner(w, open) : open->peer;
-    if (!about && (w->in_ring || pynccl_is_missed(w, open, now))) about = open;
+    if (!about && (w->ring || pynccl_is_missed(w, open, now))) about = open;
     if (about) pynccl_ask_calls(w, about->round);
     if (about && !differed) differed = now;
     if (about && (!pynccl_collect(w, about, table) || now - differed > TABLE_NS)) {
-      pynccl_publish_table(w, table, w->in_ring);
+      pynccl_publish_table(w, table, w->ring);
       continue;
     }
     if (!about && pynccl_cannot_answer(w, open, now)) {
@@ -540,7 +603,8 @@ int pynccl_check_wait(pynccl_watch* w) {
       continue;
     }
     if (now - probed > pynccl_silence(w)) {
-      pynccl_send_probes(w, (uint64_t)++w->probes << 32 | (uint32_t)w->rank);
+      const pynccl_probe probe = {.origin = pynccl_origin(w), .serial = ++w->probes};
+      pynccl_send_probes(w, &probe);
       probed = now;
     }
     pynccl_ask_before(w, now - start, limit);
@@ -548,8 +612,10 @@ int pynccl_check_wait(pynccl_watch* w) {
     // Let Python handle signals.
     if (pynccl_locate && pynccl_now() - polled > PYNCCL_SLICE_MS * MS) {
       pthread_mutex_unlock(&pynccl_watchdog.lock);
-      if (pynccl_locate(NULL, 0)) r = PYNCCL_STOPPED;
+      const int located = pynccl_locate(NULL, 0);
       pthread_mutex_lock(&pynccl_watchdog.lock);
+      if (located == PYNCCL_LOCATED_STOPS) r = PYNCCL_STOPPED;
+      w->alone = located == PYNCCL_LOCATED;
       polled = pynccl_now();
     }
   }

@@ -19,7 +19,7 @@ enum {
   FRAME_CALL,  // what the sender is about to call
   FRAME_TELL,  // a question for the calls of all
   FRAME_TOLD,
-  FRAME_PROBE,  // its number says which rank began it, in which wait
+  FRAME_PROBE,  // of a wait for a message, or with code - 1 for that step of a collective
   FRAME_EARLY   // in the inbox: a FRAME_CALL before which another one is to come
 };
 

@@ -151,8 +151,9 @@ int pynccl_watch_receive(pynccl_comm* comm, int rank, uint64_t tag, char* data, 
 int pynccl_watch_take(pynccl_comm* comm, int* rank, const uint64_t* tags, char* data, size_t size,
                       int64_t wait_ms);
 // Check mode, for a communicator with a channel: every call waits until the ranks have compared it. The
-// locator writes the place of the call in the program. With NULL it lets Python handle signals; 1 ends the
-// wait.
+// locator writes the place of the call in the program. With NULL it lets Python handle signals, and looks for
+// other threads of the program, which could make a call meanwhile. STOPS ends the wait.
+enum pynccl_located { PYNCCL_LOCATED, PYNCCL_LOCATED_STOPS, PYNCCL_LOCATED_AMONG_THREADS };
 int pynccl_check_on(pynccl_comm* comm, int on);
 void pynccl_check_locator(int (*locate)(char* text, int size));
 int pynccl_check_other(pynccl_comm* comm, int kind);

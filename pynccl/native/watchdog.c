@@ -4,6 +4,7 @@
 #include <stdlib.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
+#include <sys/random.h>
 #include <unistd.h>
 
 #include "arrivals.h"
@@ -236,6 +237,7 @@ static int pynccl_run_watchdog(void) {
     pynccl_watchdog.prepared = 1;
   }
   if (pynccl_watchdog.running) return 0;
+  if (getrandom(&pynccl_watchdog.process, sizeof pynccl_watchdog.process, 0) < 0) return errno;
   pynccl_close_watchdog();
   pynccl_lines.epoll = epoll_create1(EPOLL_CLOEXEC);
   pynccl_watchdog.wake = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
