@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -13,7 +14,7 @@ from pynccl._arrays.buffers import Kind, held, kind_of
 from pynccl._base.timeouts import check_timeout
 from pynccl._base.values import shown
 from pynccl._comm.arguments import Arguments
-from pynccl._comm.core import INTERRUPTED, NO_WINDOW, OVERLAP, RECORDED, WAITING, Core
+from pynccl._comm.core import INTERRUPTED, NO_WINDOW, OVERLAP, RECORDED, STOPPED, WAITING, Core, go_on
 from pynccl._comm.groups import Group
 from pynccl._comm.recording import closed_window, function_name
 from pynccl._comm.reductions import PreMulSum, op_code
@@ -37,6 +38,7 @@ from pynccl._library.generated.kinds import (
 from pynccl._library.generated.structs import CollConfig
 from pynccl._library.status import IN_PROGRESS, check
 from pynccl._types import DataType, RedOp
+from pynccl._watch import check_mode
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -143,7 +145,15 @@ class Calls:
         template, _ = self.template_for(BARRIER, int(DataType.UINT8), int(RedOp.MAX), 0)
         if later:
             core.keep(stream, ())
-        self.issue(template, pointer, pointer, 1, stream, blocks, BARRIER, (core, None))
+        issue = partial(self.issue, template, pointer, pointer, 1, stream, blocks, BARRIER, (core, None))
+        try:
+            if not core.wait_for_interrupted(timeout):
+                go_on([core], issue, "barrier")
+                raise check_mode.TooLateError
+            with check_mode.at_most(timeout):
+                issue()
+        except check_mode.TooLateError:
+            core.late("barrier", timeout, "", fatal=False, ended=lambda: False)
         if later:
             return self.work("barrier", stream, None)
         if not blocks:
@@ -192,6 +202,9 @@ class Calls:
                 pass
         try:
             answer = template(source, target, count, stream, wait)
+            if answer == STOPPED:
+                again = partial(self.issue, template, source, target, count, stream, wait, kind, keep)
+                go_on([self.core], again, function_name(kind, bool(keep[-1])))
             if answer:
                 self.after(answer, kind, stream, wait, keep, bool(keep[-1]))
         except BaseException:
@@ -202,7 +215,7 @@ class Calls:
 
     def _remember(self, template: fastcall.Template, send: Any, op: Any, dtype: int) -> None:
         """Let the C fast path run the next all_reduce with this array type, op and dtype."""
-        if type(send) is buffers.cupy_array and type(op) is str and dtype < 256:
+        if type(send) is buffers.cupy_array and type(op) is str and dtype < 256 and not self.core.checks:
             self.core.usual.setdefault(type(send), {}).setdefault(op, {})[send.dtype] = template
 
     def template_for(

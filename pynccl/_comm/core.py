@@ -65,6 +65,52 @@ class Interrupted(NamedTuple):
     same: Hashable
 
 
+def _reserved(cores: Sequence[Core], call: Callable[[], T], place: Place) -> T:
+    """Make a call that the program makes at this place; let no other thread in."""
+    reserved = []
+    try:
+        for core in cores:
+            if answer := lib.pynccl_reserve(core.c):
+                core.refuse(answer)
+            reserved.append(core)
+        with called_from(place), on_device(None if cores[0].streamless else cores[0].device):
+            return call()
+    finally:
+        for core in reserved:
+            core.c.reserved = 0
+
+
+def go_on(cores: Sequence[Core], call: Callable[[], object], what: str) -> None:
+    """Make a thread go on with a call that check mode had announced when a signal interrupted it.
+
+    An earlier call that goes on comes first. The next call of each communicator waits for this one.
+    """
+    place, limited = caller(), cores[0].timeout is not None
+    earlier = [core.interrupted.running for core in cores if core.interrupted is not None]
+
+    def resume() -> None:
+        for core in cores:
+            lib.pynccl_check_resume(core.c)
+        call()
+
+    def make() -> None:
+        for one in earlier:
+            one.wait()
+        _reserved(cores, resume, place)
+
+    running = Running(make, what, limited=limited)
+    for core in cores:
+        core.interrupted = Interrupted(what, running, None)
+        core.usual.clear()
+    try:
+        for core in cores:
+            core.leave(running, drop=True)
+    except NoThreadError:
+        # The next call drops what was announced.
+        for core in cores:
+            core.interrupted = None
+
+
 def refuse_recording(what: str) -> None:
     """Raise inside group() or prepare."""
     if lib.pynccl_is_recording():
@@ -150,6 +196,8 @@ class Core:
         # By array type, op and dtype the templates of all_reduce that C finds itself; none after an exception
         # has interrupted a call that the next one must wait for.
         self.usual: dict[type, dict[str, dict[Any, fastcall.Template]]] = {}
+        # Check mode compares its calls.
+        self.checks = False
         # From the beginning of `suspend` to the end of `resume`, both of which need all ranks.
         self.suspended = False
         # From the beginning of `finalize`.
@@ -540,7 +588,7 @@ class Core:
         running: Running[T] | None = self._take_over(same)
         if running is None:
             place, limited = caller(), self.timeout is not None
-            running = Running(lambda: self._reserved(call, place), what, drop, limited=limited)
+            running = Running(lambda: _reserved([self], call, place), what, drop, limited=limited)
         one = Interrupted(what, running, same)
         try:
             running.start()
@@ -552,7 +600,7 @@ class Core:
             # First: a second exception may come between any two calls.
             self.interrupted = one
             self.usual.clear()
-            self._leave(running, same is None)
+            self.leave(running, same is None)
             raise
         self.interrupted = None
         if running.has_failed():
@@ -560,23 +608,13 @@ class Core:
             self.not_aborted()
         return running.result()
 
-    def _leave(self, running: Running[Any], drop: bool) -> None:
+    def leave(self, running: Running[Any], drop: bool) -> None:
         """Let an interrupted call go on; return when no prepared call can come before it."""
         running.start()
         if drop:
             running.drop()
         while not self.c.reserved and not running.wait(time.monotonic() + _PAUSE):
             pass
-
-    def _reserved(self, call: Callable[[], T], place: Place) -> T:
-        """Make a call that the program makes at this place; let no other thread in."""
-        if answer := lib.pynccl_reserve(self.c):
-            self.refuse(answer)
-        try:
-            with called_from(place), on_device(None if self.streamless else self.device):
-                return call()
-        finally:
-            self.c.reserved = 0
 
     def _take_over(self, same: Hashable) -> Running[Any] | None:
         """Return the interrupted call if it is the same as a new one, and has not failed; else end it."""
@@ -603,6 +641,12 @@ class Core:
             one.running.wait()
             one.running.drop()
         self.interrupted = None
+
+    def wait_for_interrupted(self, timeout: float | None) -> bool:
+        """Wait for an interrupted call; return False if it goes on for longer than `timeout` seconds."""
+        if self.interrupted is None or timeout is None:
+            return True
+        return self.interrupted.running.wait(time.monotonic() + timeout)
 
     def _is_complete(self, stream: int) -> bool:
         with suppress(NcclError):
@@ -656,6 +700,8 @@ class Core:
         refuse_recording("synchronize")
         given = None if stream is None else streams.handle_of(stream)
         self.outside_captures("synchronize", used_streams(self.c) if given is None else [given])
+        if not self.wait_for_interrupted(timeout):
+            self.late("synchronize", timeout, "", fatal=False, ended=lambda: False)
         with self.alone():
             try:
                 if given is None:

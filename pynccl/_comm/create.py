@@ -158,7 +158,7 @@ def _set_up(
     if owned and (core.timeout is not None or check_mode.enabled()):
         core.watch.start(core.open, core.device, core.until, look, with_channel=with_channel)
         if check_mode.enabled():
-            check_mode.start(core.c)
+            core.checks = check_mode.start(core.c)
 
 
 def _death(core: Core, error: BaseException) -> RankFailedError | None:

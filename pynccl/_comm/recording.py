@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import Any
 
 from pynccl import capi
-from pynccl._comm.core import BUSY, CLOSED, NO_WINDOW, WAITING, Core
+from pynccl._comm.core import BUSY, CLOSED, NO_WINDOW, STOPPED, WAITING, Core, go_on
 from pynccl._errors import NcclError, NcclInvalidUsage
 from pynccl._library.binding import address_of, fastcall, lib
 from pynccl._library.generated.kinds import FUNCTIONS, PUT_SIGNAL
@@ -78,8 +78,18 @@ class Recording:
             except BaseException:
                 self._keep()
                 raise
+        elif result == STOPPED:
+            go_on(self.cores(), lambda: self._run_again(later), self.name())
+            self._raise(result)
         elif result:
             self._raise(result)
+
+    def _run_again(self, later: bool) -> None:
+        try:
+            self.finish(lib.pynccl_list_run(self.calls, not later), later)
+        except BaseException:
+            self.let_go()
+            raise
 
     def let_go(self) -> None:
         """Leave the communicators after an exception, and keep the arrays that the library may still use."""

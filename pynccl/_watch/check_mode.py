@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -17,6 +22,7 @@ from pynccl._trace.callers import caller
 _NCCL_VARIABLE, _NCCL_VALUE = "NCCL_CHECK_MODE", "DEBUG_GLOBAL"
 
 _on: bool | None = None
+_here = threading.local()
 # Exceptions of signal handlers that ran while a thread waited in C.
 _stopped: list[BaseException] = []
 
@@ -48,10 +54,26 @@ def enabled() -> bool:
     return bool(_on)
 
 
-def start(c: Any) -> None:
-    """Switch check mode on for a watched communicator, given by its C struct."""
-    if c.size > 1 and lib.pynccl_check_on(c, 1):
+def start(c: Any) -> bool:
+    """Switch check mode on for a watched communicator, given by its C struct; tell whether it is on."""
+    on = c.size > 1 and bool(lib.pynccl_check_on(c, 1))
+    if on:
         lib.pynccl_check_locator(_locator())
+    return on
+
+
+class TooLateError(Exception):
+    """Tells that a comparison has taken longer than its caller would wait."""
+
+
+@contextmanager
+def at_most(seconds: float | None) -> Iterator[None]:
+    """End a comparison that takes longer with TooLateError, as an exception of a signal handler ends it."""
+    _here.deadline = math.inf if seconds is None else time.monotonic() + seconds
+    try:
+        yield
+    finally:
+        _here.deadline = math.inf
 
 
 def interrupted() -> BaseException:
@@ -72,6 +94,8 @@ def _locator() -> Any:
 def _locate(text: Any, size: int) -> int:
     # Entering Python code is enough for pending signals to be handled.
     if not size:
+        if time.monotonic() > getattr(_here, "deadline", math.inf):
+            raise TooLateError
         return lib.PYNCCL_LOCATED_AMONG_THREADS if another_thread_may_call() else lib.PYNCCL_LOCATED
     name, line = caller()
     where = f"{name if len(name) < 100 else '...' + name[-96:]}:{line}".encode()[: size - 1]

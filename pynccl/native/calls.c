@@ -236,6 +236,12 @@ static int pynccl_misses_ranks(pynccl_comm* comm) {
   return trouble == PYNCCL_RANKS_FAILED || trouble == PYNCCL_TIMED_OUT;
 }
 
+// Record a call; an interrupted one that goes on has the newest record.
+static inline pynccl_entry* pynccl_record(pynccl_trace* trace, const pynccl_call* call, uint64_t now) {
+  if (pynccl_watch_resumes(call->comm)) return pynccl_trace_at(trace, trace->next - 1);
+  return pynccl_trace_call(trace, call, now, 0);
+}
+
 // Issue one call outside a group; enters the communicator.
 static inline int pynccl_issue_alone(const pynccl_call* call, int wait) {
   pynccl_comm* comm = call->comm;
@@ -244,15 +250,17 @@ static inline int pynccl_issue_alone(const pynccl_call* call, int wait) {
   int r = pynccl_enter(comm);
   if (r) return r;
   // Before the announcement: check mode may wait there.
-  pynccl_entry* record = trace ? pynccl_trace_call(trace, call, now, 0) : NULL;
+  pynccl_entry* record = trace ? pynccl_record(trace, call, now) : NULL;
   if (comm->watch) {
     r = pynccl_watch_announce(comm, call, 1);
-    if (!r) r = pynccl_watch_begin(comm, call, 1);
+    if (!r) r = pynccl_watch_compare(comm);
     if (r) {
-      if (record && !pynccl_misses_ranks(comm)) pynccl_trace_result(record, ncclInvalidUsage, 0);
+      if (record && r != PYNCCL_STOPPED && !pynccl_misses_ranks(comm))
+        pynccl_trace_result(record, ncclInvalidUsage, 0);
       pynccl_leave(comm);
       return r;
     }
+    pynccl_watch_begin(comm, call, 1);
   }
   r = pynccl_run(call);
   pynccl_use_stream(comm, call->stream, r);
@@ -528,27 +536,28 @@ int pynccl_list_run(pynccl_list* list, int may_wait) {
   int r = pynccl_list_enter(list, pynccl_enter);
   if (r) return r;
   const int traced = pynccl_is_traced(list);
-  int waits = 0;
+  int waits = 0, resumes = 0;
   for (int i = 0; i < list->use_count; ++i) waits |= may_wait & list->uses[i].wait;
+  for (int i = 0; i < list->use_count; ++i) resumes |= pynccl_watch_resumes(list->uses[i].comm);
   const uint64_t begin = traced || waits ? pynccl_ticks() : 0;
   // Before the announcements: check mode may wait there.
-  if (traced) pynccl_trace_list(list, begin);
+  if (traced && !resumes) pynccl_trace_list(list, begin);
   // Announce on all communicators before waiting on any.
   for (int i = 0; i < list->use_count && !r; ++i)
     if (list->uses[i].first && list->uses[i].comm->watch)
       r = pynccl_watch_announce(list->uses[i].comm, list->calls, list->count);
   for (int i = 0; i < list->use_count && !r; ++i)
-    if (list->uses[i].first && list->uses[i].comm->watch)
-      r = pynccl_watch_begin(list->uses[i].comm, list->calls, list->count);
+    if (list->uses[i].first && list->uses[i].comm->watch) r = pynccl_watch_compare(list->uses[i].comm);
   if (r) {
-    for (int i = 0; i < list->use_count; ++i)
-      if (list->uses[i].comm->watch) pynccl_watch_end(list->uses[i].comm);
-    int missing = 0;
+    int missing = r == PYNCCL_STOPPED;
     for (int i = 0; i < list->use_count; ++i) missing |= pynccl_misses_ranks(list->uses[i].comm);
     if (traced && !missing) pynccl_trace_list_result(list, ncclInvalidUsage, 0, 0);
     pynccl_list_leave(list);
     return r;
   }
+  for (int i = 0; i < list->use_count; ++i)
+    if (list->uses[i].first && list->uses[i].comm->watch)
+      pynccl_watch_begin(list->uses[i].comm, list->calls, list->count);
   if (list->count) r = pynccl_group_run(list, NULL);
   for (int i = 0; i < list->use_count; ++i) {
     const pynccl_use* use = &list->uses[i];

@@ -175,10 +175,6 @@ static int pynccl_answer(const pynccl_peer* p, const pynccl_frame* said) {
 
 // --- rings of waits ----------------------------------------------------------------------------------------
 
-// A rank that waits sends probes to the ranks for which it waits. These pass a probe on if they wait
-// themselves, and could not do before what the sender waits for. So a probe comes back only in a ring
-// (Chandy, Misra and Haas, Distributed Deadlock Detection, 1983).
-
 static uint64_t pynccl_origin(const pynccl_watch* w) {
   return (uint64_t)pynccl_watchdog.process << 32 | w->id;
 }
@@ -296,13 +292,31 @@ static int pynccl_follows(const pynccl_watch* w, const pynccl_call* calls, int c
   return 0;
 }
 
+// Drop what was announced; `interrupted`: the steps of collectives go on.
+static void pynccl_drop_said(pynccl_watch* w, int interrupted) {
+  int kept = 0;
+  for (int i = 0; i < w->said_count; ++i) {
+    pynccl_said* s = &w->said[i];
+    s->left |= interrupted && s->round && !s->answered;
+    if (s->left) w->said[kept++] = *s;
+  }
+  w->said_count = kept;
+}
+
+int pynccl_check_resume(pynccl_comm* comm) {
+  pynccl_watch* w = comm->watch;
+  return w ? w->resumed = w->announced : 0;
+}
+
 int pynccl_check_say(pynccl_watch* w, const pynccl_call* calls, int count) {
+  if (w->resumed) return 0;
   char where[PYNCCL_FRAME_TEXT] = "";
   if (pynccl_locate && pynccl_locate(where, sizeof where) == PYNCCL_LOCATED_STOPS) return PYNCCL_STOPPED;
   int r = 0;
   // The calls of a group on this communicator, and the collectives among them.
   uint64_t mine = 0, collectives = 0;
   pthread_mutex_lock(&pynccl_watchdog.lock);
+  if (w->announced) pynccl_drop_said(w, 1);
   for (int i = 0; i < count; ++i) {
     mine += calls[i].comm == w->comm;
     collectives += pynccl_concerns(w, &calls[i]) && pynccl_side(calls[i].kind) == SIDE_ALL;
@@ -333,6 +347,7 @@ int pynccl_check_say(pynccl_watch* w, const pynccl_call* calls, int count) {
   }
   pynccl_make_steps(w);
   pynccl_answer_all(w);
+  w->announced = 1;
   pthread_mutex_unlock(&pynccl_watchdog.lock);
   return r;
 }
@@ -554,17 +569,6 @@ static int pynccl_is_missed(pynccl_watch* w, pynccl_said* s, int64_t now) {
   return s->missed_at && now - s->missed_at > pynccl_silence(w);
 }
 
-// After a wait drop what was announced; `interrupted`: the steps of collectives go on.
-static void pynccl_drop_said(pynccl_watch* w, int interrupted) {
-  int kept = 0;
-  for (int i = 0; i < w->said_count; ++i) {
-    pynccl_said* s = &w->said[i];
-    s->left |= interrupted && s->round && !s->answered;
-    if (s->left) w->said[kept++] = *s;
-  }
-  w->said_count = kept;
-}
-
 int pynccl_check_wait(pynccl_watch* w) {
   const pynccl_frame** table = calloc((size_t)w->size, sizeof(pynccl_frame*));
   const int64_t start = pynccl_now(), limit = w->timeout ? w->timeout : CHECK_SECONDS * 1000 * MS;
@@ -620,7 +624,7 @@ int pynccl_check_wait(pynccl_watch* w) {
     }
   }
   w->waits = 0;
-  pynccl_drop_said(w, r == PYNCCL_STOPPED);
+  if (r != PYNCCL_STOPPED) pynccl_drop_said(w, 0);
   if (!r) pynccl_forget_told(w);
   pthread_mutex_unlock(&pynccl_watchdog.lock);
   free(table);

@@ -7,10 +7,14 @@
 //
 // A send or recv is told to its peer, and the rank waits until the peer has told the other side.
 //
-// If the wait for messages lasts, the rank sends a probe to each peer that has not told the other side. A
-// rank that waits for messages itself, and has not told the sender of the probe the other side, passes it on
-// once to its own such peers. A probe that comes back has found a ring of ranks (the edge chasing of Chandy,
-// Misra and Haas, 1983): each waits for all messages of its group, so none of them can go on.
+// If the wait lasts, the rank sends a probe to each rank for whose frames it waits. A rank that has not sent
+// the frame for which the sender of the probe waits, and must end a wait of its own before it can do so,
+// passes the probe on once to the ranks for which it waits, also on another communicator. A probe that comes
+// back has found a ring of ranks (the edge chasing of Chandy, Misra and Haas, 1983): each waits for all calls
+// of its group, so none of them can go on. A rank that has announced a collective makes its steps whether it
+// waits or not: there a probe goes to the rank whose frame the next step needs.
+//
+// An interrupted wait can go on: what was announced stays so until the next call, see pynccl_check_resume.
 //
 // If two calls differ, or if two ranks wait for different calls, or ranks in a ring, no rank issues its call.
 // Who finds that asks all, once, for what they have called, and every rank gets a table of the calls and

@@ -537,11 +537,16 @@ int pynccl_watch_announce(pynccl_comm* comm, const pynccl_call* calls, int count
   return pynccl_check_say(comm->watch, calls, count);
 }
 
-int pynccl_watch_begin(pynccl_comm* comm, const pynccl_call* calls, int count) {
-  pynccl_watch* w = comm->watch;
+int pynccl_watch_compare(pynccl_comm* comm) {
   // Inside ncclGroupStart the counterparts may come later.
-  const int r = w->checking && !pynccl_depth ? pynccl_check_wait(w) : 0;
-  if (r) return r;
+  return comm->watch->checking && !pynccl_depth ? pynccl_check_wait(comm->watch) : 0;
+}
+
+int pynccl_watch_resumes(const pynccl_comm* comm) { return comm->watch && comm->watch->resumed; }
+
+void pynccl_watch_begin(pynccl_comm* comm, const pynccl_call* calls, int count) {
+  pynccl_watch* w = comm->watch;
+  w->announced = w->resumed = 0;
   for (int i = 0; i < count; ++i)
     if (calls[i].comm == comm) {
       // A thread that reads the new number also reads the kind.
@@ -551,7 +556,6 @@ int pynccl_watch_begin(pynccl_comm* comm, const pynccl_call* calls, int count) {
   const int64_t now = pynccl_now();
   __atomic_store_n(&w->called_at, now, __ATOMIC_RELAXED);
   __atomic_store_n(&w->in_call, now, __ATOMIC_RELEASE);
-  return 0;
 }
 
 void pynccl_watch_end(pynccl_comm* comm) { __atomic_store_n(&comm->watch->in_call, 0, __ATOMIC_RELEASE); }

@@ -8,10 +8,13 @@
 
 #pragma GCC visibility push(hidden)
 
-// Around a call on a communicator with a watch. `announce` tells the other ranks what this rank is about to
-// call.
+// Around a call on a communicator with a watch. In check mode `announce` tells the other ranks what this rank
+// is about to call, and `compare` waits for what they call. They return PYNCCL_STOPPED for an interrupt.
 int pynccl_watch_announce(pynccl_comm* comm, const pynccl_call* calls, int count);
-int pynccl_watch_begin(pynccl_comm* comm, const pynccl_call* calls, int count);
+int pynccl_watch_compare(pynccl_comm* comm);
+// Whether this is the call again that an interrupt has stopped.
+int pynccl_watch_resumes(const pynccl_comm* comm);
+void pynccl_watch_begin(pynccl_comm* comm, const pynccl_call* calls, int count);
 void pynccl_watch_end(pynccl_comm* comm);
 
 #pragma GCC visibility pop

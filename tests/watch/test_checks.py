@@ -362,9 +362,13 @@ def crosses(rank: int, nranks: int) -> str:
     together(nranks)
     comm = pynccl.init()
     x, right, left = np.ones(4, np.float32), (rank + 1) % nranks, (rank - 1) % nranks
-    with pytest.raises(NcclError) as caught:
+
+    def cross() -> None:
         comm.send(x, right)
         comm.recv(x, left)
+
+    with pytest.raises(NcclError) as caught:
+        cross()
     # A rank that aborts first may not hear what the others called.
     tell(f"told {rank}")
     for one in range(nranks):
@@ -670,6 +674,80 @@ def interrupted(rank: int, nranks: int) -> float:
 
 def test_one_interrupt_is_enough() -> None:
     assert run(2, interrupted, backend="cpu", env=CHECK, timeout=30)[0] < 5
+
+
+def goes_on(rank: int, nranks: int, how: str) -> tuple[list[float], list[str]]:
+    """Rank 0 is interrupted while it waits for rank 1, which then makes the same calls."""
+    with pynccl.init(timeout=20) as comm:
+        other = comm.split(0)
+        x, y, z = np.full(3, rank + 1.0), np.full(3, 10.0), np.ones(3)
+        prepared = comm.prepare.all_reduce(x)
+
+        def call() -> None:
+            if how == "prepared":
+                prepared()
+            elif how == "a group on two communicators":
+                with pynccl.group():
+                    comm.all_reduce(x)
+                    other.all_reduce(y)
+            elif how == "later":
+                comm.all_reduce(x, wait=False)
+            else:
+                comm.all_reduce(x)
+
+        if rank == 0:
+            interrupted_soon()
+            with pytest.raises(KeyboardInterrupt):
+                call()
+            assert x[0] == 1
+            tell("interrupted")
+            with pytest.raises(NcclTimeoutError, match="synchronize did not complete within 0.2 s"):
+                comm.synchronize(timeout=0.2)
+            tell("late")
+        else:
+            hear("interrupted")
+            hear("late")
+            call()
+        comm.synchronize()
+        other.synchronize()
+        comm.all_reduce(z)
+        return [x[0], y[0], z[0]], [f"{record.call} {record.state}" for record in comm.trace()]
+
+
+@pytest.mark.parametrize(
+    "how",
+    slow_except(
+        ["a group on two communicators"], ["a call", "a group on two communicators", "prepared", "later"]
+    ),
+)
+def test_an_interrupted_call_goes_on(how: str) -> None:
+    mine, other = run(2, goes_on, how, backend="cpu", env=CHECK, timeout=40)
+    assert mine[0] == other[0] == [3, 20 if how == "a group on two communicators" else 10, 2]
+    # The call has one record, as on the other rank.
+    assert mine[1] == other[1]
+
+
+def waits_for_a_moment(rank: int, nranks: int) -> float:
+    """A barrier that has timed out stays outstanding: the next one is another barrier."""
+    with pynccl.init(timeout=20) as comm:
+        x = np.ones(2)
+        for _ in range(2):
+            if rank:
+                with pytest.raises(NcclTimeoutError, match="barrier did not complete within 0.3 s"):
+                    comm.barrier(timeout=0.3)
+        if rank:
+            tell("over")
+        else:
+            hear("over")
+            comm.barrier()
+            comm.barrier()
+        comm.all_reduce(x)
+        return float(x[0])
+
+
+@pytest.mark.parametrize("checks", slow_except(["1"], ["1", "0"]))
+def test_a_barrier_with_a_timeout(checks: str) -> None:
+    assert run(2, waits_for_a_moment, backend="cpu", env={"PYNCCL_CHECK": checks}, timeout=40) == [2, 2]
 
 
 def test_bad_variable() -> None:
