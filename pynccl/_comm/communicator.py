@@ -464,13 +464,15 @@ def around(core: Core) -> Communicator:
 
 def _ordinals(devices: Any) -> list[int]:
     """Return the ordinals of a number of devices, or those of a list."""
-    expected = "a positive number of devices or a list of their ordinals"
+    expected = f"a number of devices from 1 to {MOST_DEVICES} or a list of their ordinals"
     if isinstance(devices, int | np.integer):
         return list(range(check_int(devices, "devices", 1, MOST_DEVICES, expected)))
     if isinstance(devices, str | bytes | Mapping | Set) or not isinstance(devices, Iterable):
         raise TypeError(f"devices is {shown(devices)}; expected {expected}")
     given = check_list(devices, "devices", expected)
-    ordinals = [check_int(d, f"devices[{i}]", 0, INT, "an ordinal") for i, d in enumerate(given)]
+    ordinals = [
+        check_int(d, f"devices[{i}]", 0, INT, f"an ordinal from 0 to {INT}") for i, d in enumerate(given)
+    ]
     if not ordinals:
         raise ValueError(f"devices is {shown(devices)}; expected {expected}")
     return ordinals

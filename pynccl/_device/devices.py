@@ -48,7 +48,7 @@ def array_module() -> ModuleType:
 
 
 def _require_device(device: int) -> None:
-    check_int(device, "device", 0, INT, "an int, 0 or more")
+    check_int(device, "device", 0, INT, f"an int from 0 to {INT}")
 
 
 def device_to_use(device: int | None) -> int | None:

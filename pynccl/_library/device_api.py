@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pynccl._base.values import shown
 from pynccl._errors import NotSupportedError
 from pynccl._library import loader
 from pynccl._library.binding import address_of, ffi, lib
@@ -122,6 +123,8 @@ def ncclDevCommCreate(
 
 
 def ncclDevCommDestroy(comm: int, devComm: DevComm) -> int:
+    if not isinstance(devComm, DevComm):
+        raise TypeError(f"devComm is {shown(devComm)}; expected a result of ncclDevCommCreate")
     r: int = functions.ncclDevCommDestroy(comm, devComm.cell)
     if r:
         check(r, "ncclDevCommDestroy", comm)

@@ -320,8 +320,11 @@ def read_all(paths: Sequence[str | os.PathLike[str]]) -> Dumps:
                 # A named pipe would wait for its writer.
                 raise TraceError(f"{path} is no regular file; expected a dump or a folder of dumps")
             found = _read(path)
-        except (TraceError, OSError) as error:
+        except TraceError as error:
             found = Dumps([], [printable(str(error))])
+        except OSError as error:
+            expected = "expected a dump of the flight recorder, or a folder of dumps"
+            found = Dumps([], [printable(f"{path} cannot be read: {error.strerror}; {expected}")])
         everything.members.extend(found.members)
         everything.damage.extend(found.damage)
     if everything.damage and not everything.members:

@@ -392,6 +392,13 @@ static int pynccl_add_ranks_behind(const pynccl_watch* w, pynccl_verdict* v) {
   return uncounted;
 }
 
+// Whether other ranks have made more calls.
+static int pynccl_is_behind(const pynccl_watch* w) {
+  for (int r = 0; r < w->size; ++r)
+    if (pynccl_calls_of(w, r) > pynccl_calls_of(w, w->rank)) return 1;
+  return 0;
+}
+
 // Add the ranks of the verdict to its text.
 static void pynccl_say_awaited(pynccl_verdict* v) {
   pynccl_say(v->text, sizeof v->text, "; it waits for rank%s ", v->count == 1 ? "" : "s");
@@ -452,4 +459,10 @@ void pynccl_explain(pynccl_watch* w, const char* what, const int* awaited, int c
       pynccl_say(v->text, sizeof v->text, ": #%llu %s", (unsigned long long)calls, pynccl_kind_name(kind));
     if (w->peers[r].departure) pynccl_say(v->text, sizeof v->text, ", then closed its communicator");
   }
+  if (uncounted && !v->count && pynccl_is_behind(w))
+    pynccl_say(
+        v->text, sizeof v->text,
+        "; the call of rank %d is not counted: perhaps the others made another call instead, which check "
+        "mode tells (PYNCCL_CHECK=1)",
+        w->rank);
 }

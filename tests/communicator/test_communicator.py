@@ -339,13 +339,13 @@ def test_wrong_creation(args: Any, options: Any, error: type[Exception], words: 
 @pytest.mark.parametrize(
     ("devices", "error", "words"),
     [
-        (None, TypeError, "devices is None; expected a positive number of devices or a list"),
+        (None, TypeError, "devices is None; expected a number of devices from 1 to "),
         (1.0, TypeError, "devices is 1.0"),
         ("12", TypeError, "devices is '12'"),
         ({0, 1}, TypeError, r"devices is \{0, 1\}"),
         (True, TypeError, "devices is True"),
         (False, TypeError, "devices is False"),
-        (-1, ValueError, "devices is -1; expected a positive number of devices"),
+        (-1, ValueError, "devices is -1; expected a number of devices from 1 to "),
         ([], ValueError, r"devices is \[\]"),
         (0, ValueError, "devices is 0"),
         (1 << 31, ValueError, "devices is 2147483648"),
