@@ -146,20 +146,27 @@ class Calls:
         if later:
             core.keep(stream, ())
         issue = partial(self.issue, template, pointer, pointer, 1, stream, blocks, BARRIER, (core, None))
-        try:
-            if not core.wait_for_interrupted(timeout):
-                go_on([core], issue, "barrier")
-                raise check_mode.TooLateError
-            with check_mode.at_most(timeout):
-                issue()
-        except check_mode.TooLateError:
-            core.late("barrier", timeout, "", fatal=False, ended=lambda: False)
+        if timeout is None:
+            issue()
+        else:
+            self._issue_within(timeout, issue, "barrier")
         if later:
             return self.work("barrier", stream, None)
         if not blocks:
             with core.alone():
                 core.wait(stream, "barrier", timeout)
         return None
+
+    def _issue_within(self, seconds: float, issue: Callable[[], object], what: str) -> None:
+        """Issue a call; after `seconds` let it go on, and raise NcclTimeoutError."""
+        try:
+            if not self.core.wait_for_interrupted(seconds):
+                go_on([self.core], issue, what)
+                raise check_mode.TooLateError
+            with check_mode.at_most(seconds):
+                issue()
+        except check_mode.TooLateError:
+            self.core.late(what, seconds, "", fatal=False, ended=lambda: False)
 
     def exchange(self, kind: int, words: Sequence[int]) -> NDArray[np.int64]:
         """Gather numbers of every rank, by a call of this kind, before a window is registered or closed."""

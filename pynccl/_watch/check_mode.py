@@ -67,9 +67,9 @@ class TooLateError(Exception):
 
 
 @contextmanager
-def at_most(seconds: float | None) -> Iterator[None]:
+def at_most(seconds: float) -> Iterator[None]:
     """End a comparison that takes longer with TooLateError, as an exception of a signal handler ends it."""
-    _here.deadline = math.inf if seconds is None else time.monotonic() + seconds
+    _here.deadline = time.monotonic() + seconds
     try:
         yield
     finally:

@@ -125,7 +125,7 @@ struct pynccl_watch {
   int said_count, said_capacity;
   uint64_t rounds;  // how many collectives were announced
   int announced;    // a call, or a group, that is not issued yet
-  int resumed;      // it was interrupted, and its thread makes it again
+  int resumed;      // the next call is one that was interrupted
   int waits;        // for counterparts
   int alone;        // no other thread of the program could make a call meanwhile
   // How many probes this rank has begun, and the number of the first that it could begin in this wait.

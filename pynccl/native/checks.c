@@ -303,13 +303,14 @@ static void pynccl_drop_said(pynccl_watch* w, int interrupted) {
   w->said_count = kept;
 }
 
-int pynccl_check_resume(pynccl_comm* comm) {
-  pynccl_watch* w = comm->watch;
-  return w ? w->resumed = w->announced : 0;
+void pynccl_check_resume(pynccl_comm* comm) {
+  if (comm->watch) comm->watch->resumed = 1;
 }
 
 int pynccl_check_say(pynccl_watch* w, const pynccl_call* calls, int count) {
-  if (w->resumed) return 0;
+  const int again = w->resumed;
+  w->resumed = 0;
+  if (again && w->announced) return 0;
   char where[PYNCCL_FRAME_TEXT] = "";
   if (pynccl_locate && pynccl_locate(where, sizeof where) == PYNCCL_LOCATED_STOPS) return PYNCCL_STOPPED;
   int r = 0;

@@ -546,7 +546,7 @@ int pynccl_watch_resumes(const pynccl_comm* comm) { return comm->watch && comm->
 
 void pynccl_watch_begin(pynccl_comm* comm, const pynccl_call* calls, int count) {
   pynccl_watch* w = comm->watch;
-  w->announced = w->resumed = 0;
+  w->announced = 0;
   for (int i = 0; i < count; ++i)
     if (calls[i].comm == comm) {
       // A thread that reads the new number also reads the kind.
