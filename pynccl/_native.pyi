@@ -23,6 +23,7 @@ class _Lib:
     PYNCCL_NO_WINDOW: int
     PYNCCL_CAPTURED: int
     PYNCCL_STOPPED: int
+    PYNCCL_TOO_LATE: int
     PYNCCL_INTERRUPTED: int
     PYNCCL_LOCATED: int
     PYNCCL_LOCATED_STOPS: int

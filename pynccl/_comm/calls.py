@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -14,7 +15,17 @@ from pynccl._arrays.buffers import Kind, held, kind_of
 from pynccl._base.timeouts import check_timeout
 from pynccl._base.values import shown
 from pynccl._comm.arguments import Arguments
-from pynccl._comm.core import INTERRUPTED, NO_WINDOW, OVERLAP, RECORDED, STOPPED, WAITING, Core, go_on
+from pynccl._comm.core import (
+    INTERRUPTED,
+    NO_WINDOW,
+    OVERLAP,
+    RECORDED,
+    STOPPED,
+    TOO_LATE,
+    WAITING,
+    Core,
+    go_on,
+)
 from pynccl._comm.groups import Group
 from pynccl._comm.recording import closed_window, function_name
 from pynccl._comm.reductions import PreMulSum, op_code
@@ -38,12 +49,14 @@ from pynccl._library.generated.kinds import (
 from pynccl._library.generated.structs import CollConfig
 from pynccl._library.status import IN_PROGRESS, check
 from pynccl._types import DataType, RedOp
-from pynccl._watch import check_mode
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 # What "in place" means, where it is not the same memory.
+# A limit that no program reaches: 31 years.
+_MOST_MS = 10**12
+
 _SEND_IN_RECV = "send to be this rank's part of recv, or "
 _RECV_IN_SEND = "recv to be this rank's part of send, or "
 _IN_PLACE = {
@@ -157,16 +170,19 @@ class Calls:
                 core.wait(stream, "barrier", timeout)
         return None
 
-    def _issue_within(self, seconds: float, issue: Callable[[], object], what: str) -> None:
+    def _issue_within(self, seconds: float, issue: Callable[[], int], what: str) -> None:
         """Issue a call; after `seconds` let it go on, and raise NcclTimeoutError."""
-        try:
-            if not self.core.wait_for_interrupted(seconds):
-                go_on([self.core], issue, what)
-                raise check_mode.TooLateError
-            with check_mode.at_most(seconds):
-                issue()
-        except check_mode.TooLateError:
-            self.core.late(what, seconds, "", fatal=False, ended=lambda: False)
+        core = self.core
+        if not core.wait_for_interrupted(seconds):
+            go_on([core], issue, what)
+        else:
+            lib.pynccl_check_limit(core.c, min(math.ceil(seconds * 1000), _MOST_MS))
+            try:
+                if issue() != TOO_LATE:
+                    return
+            finally:
+                lib.pynccl_check_limit(core.c, 0)
+        core.late(what, seconds, "", fatal=False, ended=lambda: False)
 
     def exchange(self, kind: int, words: Sequence[int]) -> NDArray[np.int64]:
         """Gather numbers of every rank, by a call of this kind, before a window is registered or closed."""
@@ -209,10 +225,10 @@ class Calls:
                 pass
         try:
             answer = template(source, target, count, stream, wait)
-            if answer == STOPPED:
+            if answer in (STOPPED, TOO_LATE):
                 again = partial(self.issue, template, source, target, count, stream, wait, kind, keep)
                 go_on([self.core], again, function_name(kind, bool(keep[-1])))
-            if answer:
+            if answer and answer != TOO_LATE:
                 self.after(answer, kind, stream, wait, keep, bool(keep[-1]))
         except BaseException:
             if answer is None or answer == WAITING:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import threading
 import time
@@ -47,13 +48,16 @@ T = TypeVar("T")
 RECORDED, WAITING, BUSY = lib.PYNCCL_RECORDED, lib.PYNCCL_WAITING, lib.PYNCCL_BUSY
 CLOSED, OVERLAP, NO_MEMORY = lib.PYNCCL_CLOSED, lib.PYNCCL_OVERLAP, lib.PYNCCL_NO_MEMORY
 NO_WINDOW, CAPTURED = lib.PYNCCL_NO_WINDOW, lib.PYNCCL_CAPTURED
-STOPPED, INTERRUPTED = lib.PYNCCL_STOPPED, lib.PYNCCL_INTERRUPTED
+STOPPED, TOO_LATE, INTERRUPTED = lib.PYNCCL_STOPPED, lib.PYNCCL_TOO_LATE, lib.PYNCCL_INTERRUPTED
 
 # Seconds of a wait without a time-out after which a rank says which others it waits for: in a call that all
 # ranks must make, and in any call of init_all.
 LONG = 10.0
 # Seconds between two attempts to enter a communicator that another thread uses.
 _PAUSE = 0.01
+
+
+log = logging.getLogger("pynccl")
 
 
 class Interrupted(NamedTuple):
@@ -81,10 +85,13 @@ def _reserved(cores: Sequence[Core], call: Callable[[], T], place: Place) -> T:
 
 
 def go_on(cores: Sequence[Core], call: Callable[[], object], what: str) -> None:
-    """Make a thread go on with a call that check mode had announced when a signal interrupted it.
+    """Make a thread go on with a call whose comparison was interrupted, or took too long.
 
-    An earlier call that goes on comes first. The next call of each communicator waits for this one.
+    An earlier call that goes on comes first. The next call of each communicator waits for this one. No effect
+    in such a thread.
     """
+    if cores[0].is_reserved_here():
+        return
     place, limited = caller(), cores[0].timeout is not None
     earlier = [core.interrupted.running for core in cores if core.interrupted is not None]
 
@@ -96,7 +103,14 @@ def go_on(cores: Sequence[Core], call: Callable[[], object], what: str) -> None:
     def make() -> None:
         for one in earlier:
             one.wait()
-        _reserved(cores, resume, place)
+        told = [core.told for core in cores]
+        try:
+            _reserved(cores, resume, place)
+        except BaseException:
+            # The program has not got this error.
+            for core, before in zip(cores, told, strict=True):
+                core.told = before
+            raise
 
     running = Running(make, what, limited=limited)
     for core in cores:
@@ -105,8 +119,9 @@ def go_on(cores: Sequence[Core], call: Callable[[], object], what: str) -> None:
     try:
         for core in cores:
             core.leave(running, drop=True)
-    except NoThreadError:
+    except NoThreadError as error:
         # The next call drops what was announced.
+        log.warning("%s was interrupted; other ranks may wait for it, since %s", what, error)
         for core in cores:
             core.interrupted = None
 
@@ -630,7 +645,7 @@ class Core:
         Its errors are those of a call that nobody waits for. If the communicator has failed, so do its calls.
         """
         one = self.interrupted
-        if one is None or one.running.runs_here():
+        if one is None or self.is_reserved_here():
             return
         if anyway:
             one.running.abandon()
@@ -641,6 +656,10 @@ class Core:
             one.running.wait()
             one.running.drop()
         self.interrupted = None
+
+    def is_reserved_here(self) -> bool:
+        """Tell whether this thread goes on with an interrupted call, or makes one of all ranks."""
+        return int(self.c.reserved) == threading.get_ident()
 
     def wait_for_interrupted(self, timeout: float | None) -> bool:
         """Wait for an interrupted call; return False if it goes on for longer than `timeout` seconds."""

@@ -157,13 +157,16 @@ class Running(Generic[T]):
         self._what, self._linger = what, linger
         outer: Running[object] | None = getattr(_here, "running", None)
         self._caller: int = threading.get_native_id() if outer is None else outer._caller
-        inherited = another_thread_may_call() if outer is None else outer._limited
+        self._among_threads: bool = another_thread_may_call() if outer is None else outer._among_threads
+        inherited = self._among_threads if outer is None else outer._limited
         self._limited: bool = inherited or limited or deadline < math.inf
         self._value: T | None = None
         self._error: BaseException | None = None
         self._abandoned = self._dropped = False
         self._thread = 0
         self._lives: list[weakref.ref[_Life]] = []
+        # Which calls wait for the end, without a deadline; None: the program.
+        self._awaiting: list[Running[object] | None] = []
         self._lock = threading.Lock()
         self.done = _Flag()
 
@@ -242,12 +245,23 @@ class Running(Generic[T]):
 
         Raises NoThreadError if its thread has ended before the call.
         """
-        while not self.done.is_set() and time.monotonic() < deadline:
-            if self._abandoned and not self._thread:
-                return True
-            self.done.wait(min(_slice(), deadline - time.monotonic()))
-            self._look_for_thread()
+        here: list[Running[object] | None] = [getattr(_here, "running", None)] * (deadline == math.inf)
+        self._awaiting += here
+        try:
+            while not self.done.is_set() and time.monotonic() < deadline:
+                if self._abandoned and not self._thread:
+                    return True
+                self.done.wait(min(_slice(), deadline - time.monotonic()))
+                self._look_for_thread()
+        finally:
+            for one in here:
+                self._awaiting.remove(one)
         return self.done.is_set()
+
+    def others_may_call(self) -> bool:
+        """Tell whether the program has a thread that may make other calls before this one ends."""
+        waits = any(one is None or not one.others_may_call() for one in list(self._awaiting))
+        return self._among_threads or not waits
 
     def _look_for_thread(self) -> None:
         """End the call if its thread has ended, which happens without memory."""
@@ -297,6 +311,12 @@ class Running(Generic[T]):
 
 # The call for which this thread was started.
 _here = threading.local()
+
+
+def others_may_call() -> bool:
+    """Tell whether the program has another thread that may make calls while this one waits."""
+    running: Running[object] | None = getattr(_here, "running", None)
+    return another_thread_may_call() if running is None else running.others_may_call()
 
 
 def look_outside() -> None:

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import os
 import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
 import numpy as np
 
 from pynccl._base.values import shown
-from pynccl._device.blocking import another_thread_may_call
+from pynccl._device.blocking import look_outside, others_may_call
 from pynccl._library.binding import ffi, lib
 from pynccl._trace.callers import caller
 
@@ -22,9 +18,8 @@ from pynccl._trace.callers import caller
 _NCCL_VARIABLE, _NCCL_VALUE = "NCCL_CHECK_MODE", "DEBUG_GLOBAL"
 
 _on: bool | None = None
+# The exception of a signal handler that ran while this thread waited in C.
 _here = threading.local()
-# Exceptions of signal handlers that ran while a thread waited in C.
-_stopped: list[BaseException] = []
 
 
 def check_mode(on: bool = True) -> None:
@@ -62,27 +57,14 @@ def start(c: Any) -> bool:
     return on
 
 
-class TooLateError(Exception):
-    """Tells that a comparison has taken longer than its caller would wait."""
-
-
-@contextmanager
-def at_most(seconds: float) -> Iterator[None]:
-    """End a comparison that takes longer with TooLateError, as an exception of a signal handler ends it."""
-    _here.deadline = time.monotonic() + seconds
-    try:
-        yield
-    finally:
-        _here.deadline = math.inf
-
-
 def interrupted() -> BaseException:
     """Return the exception that interrupted a comparison."""
-    return _stopped.pop() if _stopped else KeyboardInterrupt()
+    error: BaseException = _here.__dict__.pop("stopped", None) or KeyboardInterrupt()
+    return error
 
 
 def _stop(kind: Any, error: BaseException, trace: Any) -> int:
-    _stopped.append(error)
+    _here.stopped = error
     return lib.PYNCCL_LOCATED_STOPS
 
 
@@ -94,9 +76,8 @@ def _locator() -> Any:
 def _locate(text: Any, size: int) -> int:
     # Entering Python code is enough for pending signals to be handled.
     if not size:
-        if time.monotonic() > getattr(_here, "deadline", math.inf):
-            raise TooLateError
-        return lib.PYNCCL_LOCATED_AMONG_THREADS if another_thread_may_call() else lib.PYNCCL_LOCATED
+        look_outside()
+        return lib.PYNCCL_LOCATED_AMONG_THREADS if others_may_call() else lib.PYNCCL_LOCATED
     name, line = caller()
     where = f"{name if len(name) < 100 else '...' + name[-96:]}:{line}".encode()[: size - 1]
     ffi.memmove(text, where + b"\0", len(where) + 1)

@@ -236,6 +236,8 @@ static int pynccl_misses_ranks(pynccl_comm* comm) {
   return trouble == PYNCCL_RANKS_FAILED || trouble == PYNCCL_TIMED_OUT;
 }
 
+static int pynccl_may_go_on(int result) { return result == PYNCCL_STOPPED || result == PYNCCL_TOO_LATE; }
+
 // Record a call; an interrupted one that goes on has the newest record.
 static inline pynccl_entry* pynccl_record(pynccl_trace* trace, const pynccl_call* call, uint64_t now) {
   if (pynccl_watch_resumes(call->comm)) return pynccl_trace_at(trace, trace->next - 1);
@@ -255,7 +257,7 @@ static inline int pynccl_issue_alone(const pynccl_call* call, int wait) {
     r = pynccl_watch_announce(comm, call, 1);
     if (!r) r = pynccl_watch_compare(comm);
     if (r) {
-      if (record && r != PYNCCL_STOPPED && !pynccl_misses_ranks(comm))
+      if (record && !pynccl_may_go_on(r) && !pynccl_misses_ranks(comm))
         pynccl_trace_result(record, ncclInvalidUsage, 0);
       pynccl_leave(comm);
       return r;
@@ -549,7 +551,7 @@ int pynccl_list_run(pynccl_list* list, int may_wait) {
   for (int i = 0; i < list->use_count && !r; ++i)
     if (list->uses[i].first && list->uses[i].comm->watch) r = pynccl_watch_compare(list->uses[i].comm);
   if (r) {
-    int missing = r == PYNCCL_STOPPED;
+    int missing = pynccl_may_go_on(r);
     for (int i = 0; i < list->use_count; ++i) missing |= pynccl_misses_ranks(list->uses[i].comm);
     if (traced && !missing) pynccl_trace_list_result(list, ncclInvalidUsage, 0, 0);
     pynccl_list_leave(list);

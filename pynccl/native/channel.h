@@ -123,11 +123,11 @@ struct pynccl_watch {
   int listed, connected, checking, size, rank, is_cpu, on_failure;
   struct pynccl_said* said;  // announced calls without a counterpart so far
   int said_count, said_capacity;
-  uint64_t rounds;  // how many collectives were announced
-  int announced;    // a call, or a group, that is not issued yet
-  int resumed;      // the next call is one that was interrupted
-  int waits;        // for counterparts
-  int alone;        // no other thread of the program could make a call meanwhile
+  uint64_t rounds;   // how many collectives were announced
+  int announced;     // a call, or a group, that is not issued yet
+  int resumed;       // the next call is one that was interrupted
+  int blocked;       // see checks.c
+  int64_t patience;  // of the next comparison; 0: endless
   // How many probes this rank has begun, and the number of the first that it could begin in this wait.
   uint64_t probes, first_probe;
   int lacking;                     // the rank whose counterpart is awaited

@@ -14,6 +14,9 @@
 enum { SIDE_ALL, SIDE_SENDS, SIDE_RECEIVES };
 enum { PART_LAST = 1 };
 enum { NO_RING, RING, RING_OF_COMMUNICATORS };
+// What the wait of a communicator's comparison keeps the program from. A wait with a limit keeps it from
+// nothing, nor does one in which a signal handler runs.
+enum { FREE, BLOCKED_HERE, BLOCKED_EVERYWHERE };
 
 // An announcement, and its counterpart: of a message, the peer's; of a collective, in each step another
 // rank's.
@@ -233,12 +236,11 @@ static int pynccl_has_passed(pynccl_watch* w, const pynccl_probe* probe) {
   return passed;
 }
 
-// The communicator in which the program waits, and whose wait must end before it can call anything on this
-// one; NULL: there is none, or another thread could make the call.
+// The communicator whose wait must end before the program can call anything on this one; NULL: there is none.
 static pynccl_watch* pynccl_blocked(pynccl_watch* w) {
-  if (w->waits) return w;
+  if (w->blocked) return w;
   for (pynccl_watch* other = pynccl_watchdog.watches; other; other = other->next)
-    if (other->waits && other->alone) return other;
+    if (other->blocked == BLOCKED_EVERYWHERE) return other;
   return NULL;
 }
 
@@ -254,13 +256,13 @@ static void pynccl_take_probe(pynccl_watch* w, int from, const pynccl_frame* fra
     }
     return;
   }
-  pynccl_watch* waits = pynccl_blocked(w);
-  if (!waits) return;
-  if (probe.origin != pynccl_origin(waits)) {
-    if (!pynccl_has_passed(waits, &probe)) pynccl_send_probes(waits, &probe);
-  } else if (probe.serial >= waits->first_probe) {
-    waits->ring = waits == w ? RING : RING_OF_COMMUNICATORS;
-    if (waits != w) memcpy(waits->beyond, frame->text, sizeof waits->beyond);
+  pynccl_watch* blocked = pynccl_blocked(w);
+  if (!blocked) return;
+  if (probe.origin != pynccl_origin(blocked)) {
+    if (!pynccl_has_passed(blocked, &probe)) pynccl_send_probes(blocked, &probe);
+  } else if (probe.serial >= blocked->first_probe) {
+    blocked->ring = blocked == w ? RING : RING_OF_COMMUNICATORS;
+    if (blocked != w) memcpy(blocked->beyond, frame->text, sizeof blocked->beyond);
     pthread_cond_broadcast(&pynccl_watchdog.changed);
   }
 }
@@ -301,6 +303,10 @@ static void pynccl_drop_said(pynccl_watch* w, int interrupted) {
     if (s->left) w->said[kept++] = *s;
   }
   w->said_count = kept;
+}
+
+void pynccl_check_limit(pynccl_comm* comm, int64_t wait_ms) {
+  if (comm->watch) comm->watch->patience = wait_ms * MS;
 }
 
 void pynccl_check_resume(pynccl_comm* comm) {
@@ -577,9 +583,10 @@ int pynccl_check_wait(pynccl_watch* w) {
   pynccl_said* open;
   int r = table ? 0 : PYNCCL_NO_MEMORY;
   pthread_mutex_lock(&pynccl_watchdog.lock);
-  w->waits = 1;
-  // Until the locator was asked.
-  w->alone = 0;
+  const int64_t patience = w->patience;
+  w->patience = 0;
+  // Else the locator is asked first.
+  w->blocked = pynccl_locate || patience ? FREE : BLOCKED_HERE;
   w->first_probe = w->probes + 1;
   w->ring = NO_RING;
   __atomic_store_n(&w->called_at, start, __ATOMIC_RELAXED);
@@ -612,20 +619,25 @@ int pynccl_check_wait(pynccl_watch* w) {
       pynccl_send_probes(w, &probe);
       probed = now;
     }
+    if (patience && now - start > patience) {
+      r = PYNCCL_TOO_LATE;
+      break;
+    }
     pynccl_ask_before(w, now - start, limit);
     pynccl_await(now + PYNCCL_SLICE_MS * MS);
     // Let Python handle signals.
     if (pynccl_locate && pynccl_now() - polled > PYNCCL_SLICE_MS * MS) {
+      w->blocked = FREE;
       pthread_mutex_unlock(&pynccl_watchdog.lock);
       const int located = pynccl_locate(NULL, 0);
       pthread_mutex_lock(&pynccl_watchdog.lock);
       if (located == PYNCCL_LOCATED_STOPS) r = PYNCCL_STOPPED;
-      w->alone = located == PYNCCL_LOCATED;
+      if (!patience) w->blocked = located == PYNCCL_LOCATED ? BLOCKED_EVERYWHERE : BLOCKED_HERE;
       polled = pynccl_now();
     }
   }
-  w->waits = 0;
-  if (r != PYNCCL_STOPPED) pynccl_drop_said(w, 0);
+  w->blocked = FREE;
+  if (r != PYNCCL_STOPPED && r != PYNCCL_TOO_LATE) pynccl_drop_said(w, 0);
   if (!r) pynccl_forget_told(w);
   pthread_mutex_unlock(&pynccl_watchdog.lock);
   free(table);

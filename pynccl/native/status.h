@@ -13,5 +13,6 @@ enum pynccl_status {
   PYNCCL_STOPPED = 1008,      // a signal interrupted the comparison of calls between the ranks
   PYNCCL_INTERRUPTED = 1009,  // tells a prepared call that the wait for its end has raised
   PYNCCL_NO_WINDOW = 1010,    // the window of a put is closed
-  PYNCCL_CAPTURED = 1011      // check mode cannot compare a call that a graph captures
+  PYNCCL_CAPTURED = 1011,     // check mode cannot compare a call that a graph captures
+  PYNCCL_TOO_LATE = 1012      // the comparison took longer than its caller would wait
 };

@@ -157,7 +157,10 @@ enum pynccl_located { PYNCCL_LOCATED, PYNCCL_LOCATED_STOPS, PYNCCL_LOCATED_AMONG
 int pynccl_check_on(pynccl_comm* comm, int on);
 void pynccl_check_locator(int (*locate)(char* text, int size));
 int pynccl_check_other(pynccl_comm* comm, int kind);
-// The next call is the one that was interrupted: it goes on with what it had announced.
+// The next comparison takes at most this time, or ends with PYNCCL_TOO_LATE; 0: it has no such limit.
+void pynccl_check_limit(pynccl_comm* comm, int64_t wait_ms);
+// The next call is one whose comparison was interrupted, or took too long: it goes on with what it had
+// announced.
 void pynccl_check_resume(pynccl_comm* comm);
 // The number of watched communicators, and whether the watchdog's thread runs.
 int pynccl_watched(void);

@@ -9,7 +9,8 @@
 #pragma GCC visibility push(hidden)
 
 // Around a call on a communicator with a watch. In check mode `announce` tells the other ranks what this rank
-// is about to call, and `compare` waits for what they call. They return PYNCCL_STOPPED for an interrupt.
+// is about to call, and `compare` waits for what they call. After PYNCCL_STOPPED and PYNCCL_TOO_LATE the call
+// may be made again, and then goes on, see pynccl_check_resume.
 int pynccl_watch_announce(pynccl_comm* comm, const pynccl_call* calls, int count);
 int pynccl_watch_compare(pynccl_comm* comm);
 // Whether this is the call again that an interrupt has stopped.

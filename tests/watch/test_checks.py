@@ -431,6 +431,8 @@ def waits_through_communicators(rank: int, nranks: int, how: str) -> str:
         elif how == "a message, a barrier":
             one.recv(x, 0) if rank == 1 else other.barrier()
             one.send(x, 1) if rank == 0 else other.barrier()
+        elif how == "a split":
+            one.split(0) if rank else other.barrier()
         else:
             pairs[rank].broadcast(x)
             pairs[rank - 1].broadcast(x)
@@ -446,7 +448,8 @@ def waits_through_communicators(rank: int, nranks: int, how: str) -> str:
 @pytest.mark.parametrize(
     "how",
     slow_except(
-        ["the other order"], ["the other order", "a message, a barrier", "a communicator for each pair"]
+        ["the other order"],
+        ["the other order", "a message, a barrier", "a communicator for each pair", "a split"],
     ),
 )
 def test_a_ring_through_communicators(how: str) -> None:
@@ -475,9 +478,43 @@ def calls_in_a_thread(rank: int, nranks: int) -> float:
         return float(x[0] + y[0])
 
 
+def calls_in_a_handler(rank: int, nranks: int) -> float:
+    """Rank 0 waits on one communicator, and its signal handler makes the call for which rank 1 waits."""
+    with pynccl.init() as one, one.split(0) as other:
+        x, y = np.ones(3), np.ones(3)
+
+        def handle(number: int, frame: object) -> None:
+            time.sleep(3)
+            other.all_reduce(y)
+
+        if rank == 0:
+            signal.signal(signal.SIGALRM, handle)
+            signal.setitimer(signal.ITIMER_REAL, 0.3)
+            one.all_reduce(x)
+        else:
+            other.all_reduce(y)
+            one.all_reduce(x)
+        return float(x[0] + y[0])
+
+
+def waits_for_some_seconds(rank: int, nranks: int) -> float:
+    """A barrier of rank 0 ends at its time-out, and then rank 0 makes the call for which rank 1 waits."""
+    with pynccl.init() as one, one.split(0) as other:
+        y = np.ones(3)
+        if rank == 0:
+            with pytest.raises(NcclTimeoutError):
+                one.barrier(timeout=4)
+            other.all_reduce(y)
+        else:
+            other.all_reduce(y)
+            one.barrier()
+        return float(2 * y[0])
+
+
 @pytest.mark.slow
-def test_a_thread_can_end_a_ring() -> None:
-    assert run(2, calls_in_a_thread, backend="cpu", env=CHECK, timeout=30) == [4, 4]
+@pytest.mark.parametrize("body", [calls_in_a_thread, calls_in_a_handler, waits_for_some_seconds])
+def test_a_ring_that_ends(body: Callable[[int, int], float]) -> None:
+    assert run(2, body, backend="cpu", env=CHECK, timeout=30) == [4, 4]
 
 
 def goes_round_in_groups(rank: int, nranks: int) -> float:
@@ -727,11 +764,29 @@ def test_an_interrupted_call_goes_on(how: str) -> None:
     assert mine[1] == other[1]
 
 
+def shrinks_after_an_interrupt(rank: int, nranks: int) -> int:
+    comm = pynccl.init(timeout=20)
+    if rank == 0:
+        interrupted_soon()
+        with pytest.raises(KeyboardInterrupt):
+            comm.all_reduce(np.ones(3))
+        tell("interrupted")
+        with comm.shrink(exclude=[1], abort=True) as left:
+            return left.size
+    hear("interrupted")
+    comm.abort()
+    return 0
+
+
+def test_going_on_without_an_interrupted_call() -> None:
+    assert run(2, shrinks_after_an_interrupt, backend="cpu", env=CHECK, timeout=40) == [1, 0]
+
+
 def waits_for_a_moment(rank: int, nranks: int) -> float:
     """A barrier that has timed out stays outstanding: the next one is another barrier."""
     with pynccl.init(timeout=20) as comm:
         x = np.ones(2)
-        for _ in range(2):
+        for _ in range(3):
             if rank:
                 with pytest.raises(NcclTimeoutError, match="barrier did not complete within 0.3 s"):
                     comm.barrier(timeout=0.3)
@@ -739,8 +794,8 @@ def waits_for_a_moment(rank: int, nranks: int) -> float:
             tell("over")
         else:
             hear("over")
-            comm.barrier()
-            comm.barrier()
+            for _ in range(3):
+                comm.barrier()
         comm.all_reduce(x)
         return float(x[0])
 
