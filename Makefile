@@ -26,7 +26,7 @@ build: $(VENV)/built
 # The torch backend first: compiling it takes longer than a test may. These tests wait more than the slow ones.
 test: $(VENV)/test $(VENV)/built
 	$(BIN)/python -m pynccl.torch build
-	$(PYTEST) -n 4 -m "not gpu and not full and not slow"
+	$(PYTEST) -n 5 -m "not gpu and not full and not slow"
 
 # A quick part, to run once with each Python; torch is too large to be installed for each.
 CORE_TESTS := $(addprefix tests/,communicator/test_operations.py communicator/test_groups.py communicator/test_prepared.py \

@@ -748,6 +748,7 @@ def test_variables_of_the_newest_nccl() -> None:
 
 
 @needs_x86
+@pytest.mark.slow
 @pytest.mark.network
 @pytest.mark.timeout(600)
 def test_strings_of_nvidias_library_that_are_no_variables(released: Callable[[str], str]) -> None:
