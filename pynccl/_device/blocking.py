@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Generic, TypeVar, cast
 
@@ -119,14 +119,14 @@ def _start(work: Callable[[], object], what: str, life: _Life | None = None) -> 
         raise NoThreadError(f"{what}: {error} ({THREAD_LIMITS})") from error
 
 
-def another_thread_may_call() -> bool:
-    """Tell whether the program has threads, besides this one and pynccl's, that may make a call.
+def another_thread_may_call(waiting: Iterable[int] = ()) -> bool:
+    """Tell whether the program has threads, besides pynccl's, this one and `waiting`, that may make a call.
 
     Then the search for deadlocks must not take the calls for missing that this thread has not made. A
     thread is pynccl's if its class is, or if it makes a call for another.
     """
     package = __name__.partition(".")[0]
-    own = {threading.get_ident(), *_callers}
+    own = {threading.get_ident(), *_callers, *waiting}
     for thread in threading.enumerate():
         # The object for a thread that `threading` has not started may outlive the thread.
         if thread.ident is None or thread.ident in own or type(thread).__name__ == "_DummyThread":
@@ -157,16 +157,15 @@ class Running(Generic[T]):
         self._what, self._linger = what, linger
         outer: Running[object] | None = getattr(_here, "running", None)
         self._caller: int = threading.get_native_id() if outer is None else outer._caller
-        self._among_threads: bool = another_thread_may_call() if outer is None else outer._among_threads
-        inherited = self._among_threads if outer is None else outer._limited
+        inherited = another_thread_may_call() if outer is None else outer._limited
         self._limited: bool = inherited or limited or deadline < math.inf
         self._value: T | None = None
         self._error: BaseException | None = None
         self._abandoned = self._dropped = False
         self._thread = 0
         self._lives: list[weakref.ref[_Life]] = []
-        # Which calls wait for the end, without a deadline; None: the program.
-        self._awaiting: list[Running[object] | None] = []
+        # The threads that wait for the end, without a deadline.
+        self._awaiting: list[int] = []
         self._lock = threading.Lock()
         self.done = _Flag()
 
@@ -245,7 +244,7 @@ class Running(Generic[T]):
 
         Raises NoThreadError if its thread has ended before the call.
         """
-        here: list[Running[object] | None] = [getattr(_here, "running", None)] * (deadline == math.inf)
+        here = [threading.get_ident()] * (deadline == math.inf)
         self._awaiting += here
         try:
             while not self.done.is_set() and time.monotonic() < deadline:
@@ -260,8 +259,7 @@ class Running(Generic[T]):
 
     def others_may_call(self) -> bool:
         """Tell whether the program has a thread that may make other calls before this one ends."""
-        waits = any(one is None or not one.others_may_call() for one in list(self._awaiting))
-        return self._among_threads or not waits
+        return another_thread_may_call(list(self._awaiting))
 
     def _look_for_thread(self) -> None:
         """End the call if its thread has ended, which happens without memory."""

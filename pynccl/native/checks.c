@@ -435,8 +435,9 @@ static void pynccl_write_table(const pynccl_watch* w, const pynccl_frame** table
       if (table[end])
         pynccl_describe(table[end], next, sizeof next);
       else
-        pynccl_say(next, sizeof next,
-                   w->peers[end].departure ? "nothing: it has closed its communicator" : "nothing yet");
+        pynccl_say(
+            next, sizeof next,
+            w->peers[end].departure && !ring ? "nothing: it has closed its communicator" : "nothing yet");
       if (end == r) memcpy(line, next, sizeof line);
       if (strcmp(line, next)) break;
     }

@@ -511,8 +511,33 @@ def waits_for_some_seconds(rank: int, nranks: int) -> float:
         return float(2 * y[0])
 
 
+def starts_a_thread(rank: int, nranks: int) -> float:
+    """Rank 0 waits behind a barrier that has timed out; the thread is newer than the barrier's own."""
+    with pynccl.init() as one, one.split(0) as other:
+        y = np.ones(3)
+
+        def late() -> None:
+            time.sleep(3)
+            other.all_reduce(y)
+
+        if rank == 0:
+            with pytest.raises(NcclTimeoutError):
+                one.barrier(timeout=0.5)
+            thread = threading.Thread(target=late)
+            thread.start()
+            one.barrier()
+            thread.join()
+        else:
+            other.all_reduce(y)
+            one.barrier()
+            one.barrier()
+        return float(2 * y[0])
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("body", [calls_in_a_thread, calls_in_a_handler, waits_for_some_seconds])
+@pytest.mark.parametrize(
+    "body", [calls_in_a_thread, calls_in_a_handler, waits_for_some_seconds, starts_a_thread]
+)
 def test_a_ring_that_ends(body: Callable[[int, int], float]) -> None:
     assert run(2, body, backend="cpu", env=CHECK, timeout=30) == [4, 4]
 
