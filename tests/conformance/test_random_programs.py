@@ -96,7 +96,9 @@ class Author:
         if len(both) < 2:
             return both
         first, second = both
-        if first.family == second.family or self.owner[first.send] == self.owner[second.send]:
+        streams = {self.owner[first.send], self.owner[second.send]}
+        # Stream 0 is CUDA's legacy default stream, which keeps the order with the others.
+        if first.family == second.family or len(streams) < 2 or 0 in streams:
             return both
         return [Either(first, second)]
 
