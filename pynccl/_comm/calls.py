@@ -174,7 +174,7 @@ class Calls:
         """Issue a call; after `seconds` let it go on, and raise NcclTimeoutError."""
         core = self.core
         if not core.wait_for_interrupted(seconds):
-            go_on([core], issue, what)
+            go_on([core], issue, what, announced=False)
         else:
             lib.pynccl_check_limit(core.c, min(math.ceil(seconds * 1000), _MOST_MS))
             try:

@@ -84,11 +84,11 @@ def _reserved(cores: Sequence[Core], call: Callable[[], T], place: Place) -> T:
             core.c.reserved = 0
 
 
-def go_on(cores: Sequence[Core], call: Callable[[], object], what: str) -> None:
+def go_on(cores: Sequence[Core], call: Callable[[], object], what: str, *, announced: bool = True) -> None:
     """Make a thread go on with a call whose comparison was interrupted, or took too long.
 
     An earlier call that goes on comes first. The next call of each communicator waits for this one. No effect
-    in such a thread.
+    in such a thread. `announced`: the call has begun, and is not recorded or announced again.
     """
     if cores[0].is_reserved_here():
         return
@@ -96,7 +96,7 @@ def go_on(cores: Sequence[Core], call: Callable[[], object], what: str) -> None:
     earlier = [core.interrupted.running for core in cores if core.interrupted is not None]
 
     def resume() -> None:
-        for core in cores:
+        for core in cores if announced else ():
             lib.pynccl_check_resume(core.c)
         call()
 

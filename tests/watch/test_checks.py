@@ -807,7 +807,7 @@ def test_going_on_without_an_interrupted_call() -> None:
     assert run(2, shrinks_after_an_interrupt, backend="cpu", env=CHECK, timeout=40) == [1, 0]
 
 
-def waits_for_a_moment(rank: int, nranks: int) -> float:
+def waits_for_a_moment(rank: int, nranks: int) -> tuple[float, list[str]]:
     """A barrier that has timed out stays outstanding: the next one is another barrier."""
     with pynccl.init(timeout=20) as comm:
         x = np.ones(2)
@@ -822,12 +822,14 @@ def waits_for_a_moment(rank: int, nranks: int) -> float:
             for _ in range(3):
                 comm.barrier()
         comm.all_reduce(x)
-        return float(x[0])
+        return float(x[0]), [record.call for record in comm.trace()]
 
 
 @pytest.mark.parametrize("checks", slow_except(["1"], ["1", "0"]))
 def test_a_barrier_with_a_timeout(checks: str) -> None:
-    assert run(2, waits_for_a_moment, backend="cpu", env={"PYNCCL_CHECK": checks}, timeout=40) == [2, 2]
+    results = run(2, waits_for_a_moment, backend="cpu", env={"PYNCCL_CHECK": checks}, timeout=40)
+    records = ["init", *["barrier"] * 3, "all_reduce"]
+    assert results == [(2, records)] * 2
 
 
 def test_bad_variable() -> None:
