@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -54,8 +55,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 # What "in place" means, where it is not the same memory.
-# A limit that no program reaches: 31 years.
-_MOST_MS = 10**12
 
 _SEND_IN_RECV = "send to be this rank's part of recv, or "
 _RECV_IN_SEND = "recv to be this rank's part of send, or "
@@ -172,11 +171,12 @@ class Calls:
 
     def _issue_within(self, seconds: float, issue: Callable[[], int], what: str) -> None:
         """Issue a call; after `seconds` let it go on, and raise NcclTimeoutError."""
-        core = self.core
+        core, until = self.core, time.monotonic() + seconds
         if not core.wait_for_interrupted(seconds):
             go_on([core], issue, what, announced=False)
         else:
-            lib.pynccl_check_limit(core.c, min(math.ceil(seconds * 1000), _MOST_MS))
+            left = max(0.0, until - time.monotonic())
+            lib.pynccl_check_limit(core.c, math.ceil(left * 1000) + 1)
             try:
                 if issue() != TOO_LATE:
                     return

@@ -68,6 +68,13 @@ class Interrupted(NamedTuple):
     # The same call takes the result.
     same: Hashable
 
+    def end(self) -> None:
+        """Wait for the end of the call, and drop its result."""
+        # An exception may have come before its start.
+        self.running.start()
+        self.running.wait()
+        self.running.drop()
+
 
 def _reserved(cores: Sequence[Core], call: Callable[[], T], place: Place) -> T:
     """Make a call that the program makes at this place; let no other thread in."""
@@ -93,16 +100,21 @@ def go_on(cores: Sequence[Core], call: Callable[[], object], what: str, *, annou
     if cores[0].is_reserved_here():
         return
     place, limited = caller(), cores[0].timeout is not None
-    earlier = [core.interrupted.running for core in cores if core.interrupted is not None]
+    earlier = [core.interrupted for core in cores]
 
     def resume() -> None:
-        for core in cores if announced else ():
-            lib.pynccl_check_resume(core.c)
-        call()
+        for core in cores:
+            lib.pynccl_check_resume(core.c, announced)
+        try:
+            call()
+        finally:
+            for core in cores:
+                lib.pynccl_check_resume(core.c, 0)
 
     def make() -> None:
         for one in earlier:
-            one.wait()
+            if one is not None:
+                one.end()
         told = [core.told for core in cores]
         try:
             _reserved(cores, resume, place)
@@ -122,8 +134,8 @@ def go_on(cores: Sequence[Core], call: Callable[[], object], what: str, *, annou
     except NoThreadError as error:
         # The next call drops what was announced.
         log.warning("%s was interrupted; other ranks may wait for it, since %s", what, error)
-        for core in cores:
-            core.interrupted = None
+        for core, one in zip(cores, earlier, strict=True):
+            core.interrupted = one
 
 
 def refuse_recording(what: str) -> None:
@@ -651,10 +663,7 @@ class Core:
             one.running.abandon()
             one.running.wait(time.monotonic() + LINGER)
         else:
-            # An exception may have come before its start.
-            one.running.start()
-            one.running.wait()
-            one.running.drop()
+            one.end()
         self.interrupted = None
 
     def is_reserved_here(self) -> bool:
@@ -665,6 +674,7 @@ class Core:
         """Wait for an interrupted call; return False if it goes on for longer than `timeout` seconds."""
         if self.interrupted is None or timeout is None:
             return True
+        self.interrupted.running.start()
         return self.interrupted.running.wait(time.monotonic() + timeout)
 
     def _is_complete(self, stream: int) -> bool:

@@ -244,8 +244,9 @@ class Running(Generic[T]):
 
         Raises NoThreadError if its thread has ended before the call.
         """
-        here = [threading.get_ident()] * (deadline == math.inf)
-        self._awaiting += here
+        here = threading.get_ident()
+        if deadline == math.inf:
+            self._awaiting.append(here)
         try:
             while not self.done.is_set() and time.monotonic() < deadline:
                 if self._abandoned and not self._thread:
@@ -253,8 +254,8 @@ class Running(Generic[T]):
                 self.done.wait(min(_slice(), deadline - time.monotonic()))
                 self._look_for_thread()
         finally:
-            for one in here:
-                self._awaiting.remove(one)
+            if deadline == math.inf:
+                self._awaiting.remove(here)
         return self.done.is_set()
 
     def others_may_call(self) -> bool:

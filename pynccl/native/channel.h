@@ -57,9 +57,12 @@
 // In place of the rank for which another one waits.
 enum { AWAITS_NOBODY = 0xffff, AWAITS_UNKNOWN = 0xfffe };
 
-// Of a search for rings of waits: the wait in which it began, and how many began there before.
+// Of a search for rings of waits: the rank that began it, in one of its communicators, and how many searches
+// began there, with this one. Then whether it has passed from one communicator to another, and how often it
+// was passed on.
 typedef struct pynccl_probe {
   uint64_t origin, serial;
+  uint64_t across, hops;
 } pynccl_probe;
 
 typedef struct pynccl_peer {
@@ -186,7 +189,7 @@ struct pynccl_watchdog {
   // for silent.
   int64_t awake;
   int64_t blind_until;  // after the process was suspended
-  uint32_t process;     // a random number for it
+  uint64_t process;     // a random number for it
   int prepared;
 };
 

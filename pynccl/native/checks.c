@@ -17,6 +17,7 @@ enum { NO_RING, RING, RING_OF_COMMUNICATORS };
 // What the wait of a communicator's comparison keeps the program from. A wait with a limit keeps it from
 // nothing, nor does one in which a signal handler runs.
 enum { FREE, BLOCKED_HERE, BLOCKED_EVERYWHERE };
+enum { MOST_HOPS = 4096 };
 
 // An announcement, and its counterpart: of a message, the peer's; of a collective, in each step another
 // rank's.
@@ -178,9 +179,7 @@ static int pynccl_answer(const pynccl_peer* p, const pynccl_frame* said) {
 
 // --- rings of waits ----------------------------------------------------------------------------------------
 
-static uint64_t pynccl_origin(const pynccl_watch* w) {
-  return (uint64_t)pynccl_watchdog.process << 32 | w->id;
-}
+static uint64_t pynccl_origin(const pynccl_watch* w) { return pynccl_watchdog.process + w->id; }
 
 // Whether messages between this rank and a peer lack the other side: announced by this rank, or by the peer.
 static int pynccl_lacks_side(const pynccl_watch* w, int rank, int by_peer) {
@@ -206,7 +205,7 @@ static void pynccl_send_probe(pynccl_watch* w, const pynccl_said* s, const pyncc
                         .origin = (uint32_t)w->rank,
                         .to = (uint32_t)to,
                         .number = s->round,
-                        .words = {probe->origin, probe->serial}};
+                        .words = {probe->origin, probe->serial, probe->across, probe->hops + 1}};
   pynccl_describe(&s->frame, frame.text, sizeof frame.text);
   pynccl_forward(w, &frame);
 }
@@ -245,7 +244,9 @@ static pynccl_watch* pynccl_blocked(pynccl_watch* w) {
 }
 
 static void pynccl_take_probe(pynccl_watch* w, int from, const pynccl_frame* frame) {
-  const pynccl_probe probe = {.origin = frame->words[0], .serial = frame->words[1]};
+  pynccl_probe probe = {frame->words[0], frame->words[1], frame->words[2], frame->words[3]};
+  // Origins that lead to the same place of `passed` could keep each other's probes alive.
+  if (probe.hops > MOST_HOPS) return;
   if (!frame->code && !pynccl_lacks_side(w, from, 1)) return;
   if (frame->code && frame->number <= w->rounds) {
     // This rank has called the collective, and makes its steps whether its program waits or not.
@@ -258,10 +259,12 @@ static void pynccl_take_probe(pynccl_watch* w, int from, const pynccl_frame* fra
   }
   pynccl_watch* blocked = pynccl_blocked(w);
   if (!blocked) return;
+  probe.across |= blocked != w;
   if (probe.origin != pynccl_origin(blocked)) {
     if (!pynccl_has_passed(blocked, &probe)) pynccl_send_probes(blocked, &probe);
   } else if (probe.serial >= blocked->first_probe) {
-    blocked->ring = blocked == w ? RING : RING_OF_COMMUNICATORS;
+    blocked->ring = probe.across ? RING_OF_COMMUNICATORS : RING;
+    blocked->beyond[0] = 0;
     if (blocked != w) memcpy(blocked->beyond, frame->text, sizeof blocked->beyond);
     pthread_cond_broadcast(&pynccl_watchdog.changed);
   }
@@ -305,25 +308,34 @@ static void pynccl_drop_said(pynccl_watch* w, int interrupted) {
   w->said_count = kept;
 }
 
+// The call that was announced last does not go on.
+static void pynccl_check_leave(pynccl_watch* w) {
+  if (!w->announced) return;
+  pthread_mutex_lock(&pynccl_watchdog.lock);
+  pynccl_drop_said(w, 1);
+  w->announced = 0;
+  pthread_mutex_unlock(&pynccl_watchdog.lock);
+}
+
 void pynccl_check_limit(pynccl_comm* comm, int64_t wait_ms) {
   if (comm->watch) comm->watch->patience = wait_ms * MS;
 }
 
-void pynccl_check_resume(pynccl_comm* comm) {
-  if (comm->watch) comm->watch->resumed = 1;
+void pynccl_check_resume(pynccl_comm* comm, int resumes) {
+  if (comm->watch) comm->watch->resumed = resumes;
 }
 
 int pynccl_check_say(pynccl_watch* w, const pynccl_call* calls, int count) {
-  const int again = w->resumed;
+  const int again = w->resumed && w->announced;
   w->resumed = 0;
-  if (again && w->announced) return 0;
+  if (again) return 0;
+  pynccl_check_leave(w);
   char where[PYNCCL_FRAME_TEXT] = "";
   if (pynccl_locate && pynccl_locate(where, sizeof where) == PYNCCL_LOCATED_STOPS) return PYNCCL_STOPPED;
   int r = 0;
   // The calls of a group on this communicator, and the collectives among them.
   uint64_t mine = 0, collectives = 0;
   pthread_mutex_lock(&pynccl_watchdog.lock);
-  if (w->announced) pynccl_drop_said(w, 1);
   for (int i = 0; i < count; ++i) {
     mine += calls[i].comm == w->comm;
     collectives += pynccl_concerns(w, &calls[i]) && pynccl_side(calls[i].kind) == SIDE_ALL;
@@ -445,8 +457,9 @@ static void pynccl_write_table(const pynccl_watch* w, const pynccl_frame** table
     pynccl_say_ranks(text, size, r, end);
     pynccl_say(text, size, ": %s", line);
   }
-  if (ring == RING_OF_COMMUNICATORS)
-    pynccl_say(text, size, "\n  on another communicator, a rank waits for rank %d in %s", w->rank, w->beyond);
+  if (ring == RING_OF_COMMUNICATORS && w->beyond[0])
+    pynccl_say(text, size, "\n  on another communicator, a rank waits for rank %d of this one in %s", w->rank,
+               w->beyond);
 }
 
 // Whether a rank has not announced the counterpart.
@@ -615,7 +628,7 @@ int pynccl_check_wait(pynccl_watch* w) {
       pynccl_check_timed_out(w, limit, table);
       continue;
     }
-    if (now - probed > pynccl_silence(w)) {
+    if (!patience && now - probed > pynccl_silence(w)) {
       const pynccl_probe probe = {.origin = pynccl_origin(w), .serial = ++w->probes};
       pynccl_send_probes(w, &probe);
       probed = now;
@@ -649,6 +662,8 @@ int pynccl_check_other(pynccl_comm* comm, int kind) {
   pynccl_watch* w = comm->watch;
   if (!w || !w->checking) return 0;
   const pynccl_call call = {.comm = comm, .kind = kind};
-  const int r = pynccl_check_say(w, &call, 1);
-  return r ? r : pynccl_check_wait(w);
+  int r = pynccl_check_say(w, &call, 1);
+  if (!r) r = pynccl_check_wait(w);
+  pynccl_check_leave(w);
+  return r;
 }

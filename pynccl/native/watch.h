@@ -161,7 +161,7 @@ int pynccl_check_other(pynccl_comm* comm, int kind);
 void pynccl_check_limit(pynccl_comm* comm, int64_t wait_ms);
 // The next call is one whose comparison was interrupted, or took too long: it goes on with what it had
 // announced.
-void pynccl_check_resume(pynccl_comm* comm);
+void pynccl_check_resume(pynccl_comm* comm, int resumes);
 // The number of watched communicators, and whether the watchdog's thread runs.
 int pynccl_watched(void);
 int pynccl_watchdog_runs(void);
