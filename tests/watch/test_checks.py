@@ -458,39 +458,25 @@ def test_a_ring_through_communicators(how: str) -> None:
         assert "\n  on another communicator, a rank waits for rank " in text
 
 
-def calls_in_a_thread(rank: int, nranks: int) -> float:
-    """Rank 0 waits on one communicator, and a thread of it makes the call for which rank 1 waits."""
+def calls_meanwhile(rank: int, nranks: int, how: str) -> float:
+    """Rank 0 waits on one communicator, and a thread or a handler makes the call that rank 1 awaits."""
     with pynccl.init() as one, one.split(0) as other:
         x, y = np.ones(3), np.ones(3)
 
-        def late() -> None:
+        def late(*_: object) -> None:
             time.sleep(3)
             other.all_reduce(y)
 
         if rank == 0:
             thread = threading.Thread(target=late)
-            thread.start()
+            if how == "in a thread":
+                thread.start()
+            else:
+                signal.signal(signal.SIGALRM, late)
+                signal.setitimer(signal.ITIMER_REAL, 0.3)
             one.all_reduce(x)
-            thread.join()
-        else:
-            other.all_reduce(y)
-            one.all_reduce(x)
-        return float(x[0] + y[0])
-
-
-def calls_in_a_handler(rank: int, nranks: int) -> float:
-    """Rank 0 waits on one communicator, and its signal handler makes the call for which rank 1 waits."""
-    with pynccl.init() as one, one.split(0) as other:
-        x, y = np.ones(3), np.ones(3)
-
-        def handle(number: int, frame: object) -> None:
-            time.sleep(3)
-            other.all_reduce(y)
-
-        if rank == 0:
-            signal.signal(signal.SIGALRM, handle)
-            signal.setitimer(signal.ITIMER_REAL, 0.3)
-            one.all_reduce(x)
+            if how == "in a thread":
+                thread.join()
         else:
             other.all_reduce(y)
             one.all_reduce(x)
@@ -536,10 +522,16 @@ def starts_a_thread(rank: int, nranks: int) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "body", [calls_in_a_thread, calls_in_a_handler, waits_for_some_seconds, starts_a_thread]
+    ("body", "how"),
+    [
+        (calls_meanwhile, ["in a thread"]),
+        (calls_meanwhile, ["in a handler"]),
+        (waits_for_some_seconds, []),
+        (starts_a_thread, []),
+    ],
 )
-def test_a_ring_that_ends(body: Callable[[int, int], float]) -> None:
-    assert run(2, body, backend="cpu", env=CHECK, timeout=30) == [4, 4]
+def test_a_ring_that_ends(body: Callable[..., float], how: list[str]) -> None:
+    assert run(2, body, *how, backend="cpu", env=CHECK, timeout=30) == [4, 4]
 
 
 def goes_round_in_groups(rank: int, nranks: int) -> float:
