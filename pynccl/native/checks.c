@@ -14,8 +14,8 @@
 enum { SIDE_ALL, SIDE_SENDS, SIDE_RECEIVES };
 enum { PART_LAST = 1 };
 enum { NO_RING, RING, RING_OF_COMMUNICATORS };
-// What the wait of a communicator's comparison keeps the program from. A wait with a limit keeps it from
-// nothing, nor does one in which a signal handler runs.
+// Which calls a wait for a comparison holds up: none if the wait has a limit, or while a signal handler runs;
+// those on this communicator; or those on all.
 enum { FREE, BLOCKED_HERE, BLOCKED_EVERYWHERE };
 enum { MOST_HOPS = 4096 };
 
@@ -308,7 +308,7 @@ static void pynccl_drop_said(pynccl_watch* w, int interrupted) {
   w->said_count = kept;
 }
 
-// The call that was announced last does not go on.
+// Drop the announcement of a call that does not go on.
 static void pynccl_check_leave(pynccl_watch* w) {
   if (!w->announced) return;
   pthread_mutex_lock(&pynccl_watchdog.lock);
